@@ -33,7 +33,13 @@ from kvtier.types.jobs import (
 from kvtier.types.keys import JobId, Medium, OffloadKey
 from kvtier.types.requests import RequestInfo
 
-RESULTS = {PENDING: LookupResult.HIT_PENDING, UNKNOWN: LookupResult.RETRY, wire.MISSING: LookupResult.MISS}
+RESULTS = {
+    PENDING: LookupResult.HIT_PENDING,
+    UNKNOWN: LookupResult.RETRY,
+    wire.MISSING: LookupResult.MISS,
+    wire.IN_ROW: LookupResult.HIT,
+    wire.LATE: LookupResult.MISS,
+}
 LENT_MIN = 64
 FILLED_MAX = 1 << 16
 """Keys of the engine's own stores that are remembered: they are not stored once more while they are in a row."""
@@ -149,6 +155,7 @@ class EngineCore:
         self.series: list[wire.MetricSeries] = []
         self.fault = ""
         self.verdicts: dict[int, int] = {}
+        self.answers: dict[int, list[Any]] = {}
         self._requests: dict[str, ClientRequest] = {}
         self._asked: dict[int, tuple[ClientRequest, list[OffloadKey]]] = {}
         self._jobs: dict[int, Job] = {}
@@ -209,11 +216,26 @@ class EngineCore:
 
     def _send_keys(self, kind: type[wire.Ask | wire.Reserve], request: ClientRequest, keys: list[OffloadKey]) -> None:
         for _, part in split(keys):
-            self._number += 1
-            self._asked[self._number] = request, list(part)
-            request.waiting.add(self._number)
-            request.states.update(dict.fromkeys(part, UNKNOWN))
-            self.out.append(kind(request.id, self._number, Keys.of(part)))
+            self.out.append(kind(request.id, self._expect(request, part), Keys.of(part)))
+
+    def _expect(self, request: ClientRequest, keys: Sequence[OffloadKey]) -> int:
+        """The number of a message whose answer has the states of these keys."""
+        number = self.next_number()
+        self._asked[number] = request, list(keys)
+        request.waiting.add(number)
+        request.states.update(dict.fromkeys(keys, UNKNOWN))
+        return number
+
+    def next_number(self) -> int:
+        """The number of a message that has an answer."""
+        self._number += 1
+        return self._number
+
+    def look(self, request: ClientRequest, keys: Sequence[OffloadKey], asks: bool = True) -> None:
+        """Look keys up and lease none, for a request that holds nothing. With `asks` tiers are asked."""
+        if self.serves:
+            for _, part in split(list(dict.fromkeys(keys))):
+                self.out.append(wire.Look(self._expect(request, part), Keys.of(part), asks))
 
     def lookup(self, request: ClientRequest, keys: Sequence[OffloadKey]) -> list[LookupResult]:
         """Presence of these keys: HIT for leased ones, RETRY until an answer has come."""
@@ -432,6 +454,8 @@ class EngineCore:
                     self.joined, self.fault, self.follows = not item.fault, item.fault, item.follows
                 case wire.Weights():
                     self._on_weights(item)
+                case wire.Located() | wire.Hinted() | wire.FiguresPart() | wire.Left():
+                    self.answers.setdefault(item.number, []).append(item)
                 case wire.Closing():
                     self.lose()
 

@@ -14,7 +14,7 @@ from kvtier.client.worker import WorkerClient
 from kvtier.errors import ConfigError, ResourceError
 from kvtier.service.channel import Channel
 from kvtier.service.wire import TO_ENGINE, Found
-from kvtier.tier.contract import LookupResult
+from kvtier.tier.contract import LoadStore, LookupResult
 from kvtier.tier.registry import discover
 from kvtier.types.jobs import BlockOutcome, GPUGroup, JobKind, JobResult, TransferJob
 from kvtier.types.keys import JobId, OffloadKey
@@ -162,10 +162,10 @@ class SchedulerClient:
 class EngineClient(SchedulerClient):
     """An engine of one process at a stack process: scheduler and worker."""
 
-    def __init__(self, identity: Identity, tensors: Sequence[torch.Tensor]) -> None:
-        """Connect. Raises ResourceError, ConfigError as `connect`."""
-        gpu = discover().get("gpu")
-        self._worker = WorkerClient(identity, tensors, gpu(gpu.Options(type="gpu")))
+    def __init__(self, identity: Identity, tensors: Sequence[torch.Tensor], gpu: LoadStore | None = None) -> None:
+        """Connect; `gpu` is the tier that copies. Raises ResourceError, ConfigError as `connect`."""
+        kind = discover().get("gpu")
+        self._worker = WorkerClient(identity, tensors, gpu or kind(kind.Options(type="gpu")))
         self._copied: deque[tuple[JobId, Sequence[BlockOutcome]]] = deque()
         self._worker.report = lambda job, outcomes: self._copied.append((job, outcomes))
         try:

@@ -18,7 +18,7 @@ from kvtier.errors import ConfigError
 from kvtier.service import wire
 from kvtier.service.channel import Channel
 from kvtier.service.wire import TO_WORKER
-from kvtier.tier.contract import AttachesRows, LoadStore, SharedRows, TierContext
+from kvtier.tier.contract import AttachesRows, FencesCopies, LoadStore, SharedRows, TierContext
 from kvtier.tier.registry import discover
 from kvtier.types.geometry import Geometry
 from kvtier.types.jobs import BlockOutcome, JobKind, JobResult, TransferJob, failed
@@ -143,7 +143,12 @@ class WorkerClient:
         await self._gpu.open(replace(context, geometry=geometry, rows=rows))
 
     def begin(self, job: TransferJob) -> None:
-        """Begin a copy. From any thread: STORE jobs copy GPU blocks into rows, LOAD jobs rows into GPU blocks."""
+        """Begin a copy. From any thread: STORE jobs copy GPU blocks into rows, LOAD jobs rows into GPU blocks.
+
+        It begins after the work that the calling thread gave its device so far.
+        """
+        if isinstance(self._gpu, FencesCopies) and self._gpu.beside_engine:
+            self._gpu.fence()
         self._thread.start(partial(self._copy, job))
 
     async def _copy(self, job: TransferJob) -> None:

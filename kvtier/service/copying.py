@@ -87,9 +87,10 @@ class Copying:
         self._take_lent(rows, generations)
         self._pool.plane.return_lent(rows)
 
-    def take_excess(self) -> int:
-        """The rows lent beyond the engine's bound, which has become less; once until some have come back."""
-        excess = len(self.lent) - self._pool.quotas.lent_most
+    def take_excess(self, wanted: int) -> int:
+        """The rows lent that are to come back: so many, and those beyond a bound that has become less; once until some
+        have come."""
+        excess = max(len(self.lent) - self._pool.quotas.lent_most, min(wanted, len(self.lent)))
         if excess <= 0 or self._recalled:
             return 0
         self._recalled = True

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from itertools import groupby, islice
 
 from kvtier.control.tiers.histogram import HistogramFigures
 from kvtier.metrics import metric_families
-from kvtier.service.wire import COUNTER, GAUGE, HISTOGRAM, MetricSeries, Stats
+from kvtier.service.wire import COUNTER, GAUGE, HISTOGRAM, KEYS_BYTES_MAX, FiguresPart, MetricSeries, Stats
 from kvtier.stack.watching.stats import StackStats
 
 SERIES_AT_ONCE = 64
 """MetricSeries of one message."""
+
+
+def document_of(stats: StackStats) -> bytes:
+    """All figures, as JSON."""
+    return json.dumps(asdict(stats)).encode()
+
+
+def parts_of(document: bytes, number: int) -> list[FiguresPart]:
+    """A document in parts that fit a message each."""
+    parts = [document[at : at + KEYS_BYTES_MAX] for at in range(0, len(document), KEYS_BYTES_MAX)]
+    return [FiguresPart(number, part, last=at == len(parts) - 1) for at, part in enumerate(parts)]
 
 
 class EngineFigures:

@@ -13,11 +13,15 @@ from kvtier.types.keys import OffloadKey
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    """A `Reserve` that has no answer yet: `reservation` once it has begun. The first `count` keys are worth a load."""
+    """A `Reserve` that has no answer yet: `reservation` once it has begun.
+
+    The first `worth` keys are worth a load; the first `count` are reserved, fewer where there is no room for more.
+    """
 
     number: int
     request: str
     keys: list[OffloadKey]
+    worth: int
     count: int
     deadline: float = math.inf
     reservation: Reservation | None = None

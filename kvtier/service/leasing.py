@@ -9,7 +9,7 @@ from kvtier.control.tiers.owned_tier import OwnedTier
 from kvtier.service import wire
 from kvtier.service.leases import Leases, Waiting
 from kvtier.service.pool_state import HoldsRows, PoolState
-from kvtier.service.wire import LEASED, MISSING, PENDING, UNKNOWN, Breach, Item
+from kvtier.service.wire import IN_ROW, LATE, LEASED, MISSING, PENDING, UNKNOWN, Breach, Item
 from kvtier.tier.contract import LookupResult
 from kvtier.types.keys import OffloadKey, RequestId
 
@@ -76,6 +76,12 @@ class Leasing:
         self._keep(item.request, leases)
         self._out.append(wire.Found(item.number, bytes(states), self._places(rows)))
 
+    def look(self, item: wire.Look, keys: list[OffloadKey], now: float) -> None:
+        """The states of these keys; nothing is leased."""
+        found = self._pool.plane.lookup(keys, now, item.asks)
+        states = bytes(IN_ROW if result is LookupResult.HIT else STATES[result] for result in found)
+        self._out.append(wire.Found(item.number, states, wire.Places(b"", b"")))
+
     def answer_missing(self, number: int, count: int) -> None:
         """Nothing of this is to be had."""
         self._out.append(wire.Found(number, bytes((MISSING,)) * count, wire.Places(b"", b"")))
@@ -114,7 +120,7 @@ class Leasing:
             return
         leases = self._of(item.request)
         count = self._worth(leases, keys, now)
-        waiting = Waiting(item.number, item.request, keys, count, now + self._pool.reservation_seconds)
+        waiting = Waiting(item.number, item.request, keys, count, count, now + self._pool.reservation_seconds)
         self._waiting[item.number] = self._to_begin[item.number] = leases.waiting[item.number] = waiting
         self._keep(item.request, leases)
         self._begin_waiting(now)
@@ -155,7 +161,7 @@ class Leasing:
 
     def _may_get_rows_back(self, request: str) -> bool:
         """True if rows that others than this request hold will be free without it."""
-        return bool(self.reserving or self._copies.rows) or any(
+        return bool(self.reserving or self._copies.held) or any(
             leases.rows and not leases.waiting and name != request for name, leases in self.leases.items()
         )
 
@@ -171,13 +177,13 @@ class Leasing:
         served = [each for each in self._waiting.values() if each.is_served]
         for waiting in served:
             leases = self.leases[waiting.request]
-            self._answer(leases, waiting)
+            self._answer(leases, waiting, now)
             self._forget(leases, waiting, now)
             if leases.is_empty:
                 del self.leases[waiting.request]
         return self._begin_waiting(now) or bool(served)
 
-    def _answer(self, leases: Leases, waiting: Waiting) -> None:
+    def _answer(self, leases: Leases, waiting: Waiting, now: float) -> None:
         """The request gets the rows of a reservation, which the control plane cannot take back from then on."""
         reservation = waiting.reservation
         assert reservation is not None
@@ -185,9 +191,19 @@ class Leasing:
         self._lease(leases, {key: row for key, row in rows.items() if key not in leases.rows})
         leases.brought |= {key: position for key, position in reservation.brought.items() if key in rows}
         there = [rows.get(key) if at < waiting.count else None for at, key in enumerate(waiting.keys)]
-        states = bytes(MISSING if row is None else LEASED for row in there)
+        states = bytearray(MISSING if row is None else LEASED for row in there)
         places = self._places([row for row in there if row is not None])
-        self._out.append(wire.Found(waiting.number, states, places))
+        if MISSING in states[: waiting.worth]:
+            self._mark_late(states, waiting, now)
+        self._out.append(wire.Found(waiting.number, bytes(states), places))
+
+    def _mark_late(self, states: bytearray, waiting: Waiting, now: float) -> None:
+        """Tell what is in a tier, and was not in a row in time, from what is nowhere."""
+        missing = [at for at in range(waiting.worth) if states[at] == MISSING]
+        found = self._pool.plane.lookup([waiting.keys[at] for at in missing], now, ask=False)
+        for at, result in zip(missing, found, strict=True):
+            if result in (LookupResult.HIT, LookupResult.HIT_PENDING):
+                states[at] = LATE
 
     def _forget(self, leases: Leases, waiting: Waiting, now: float) -> None:
         """A reservation waits no more."""

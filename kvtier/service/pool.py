@@ -16,6 +16,7 @@ from kvtier.control.plane.control_plane import ControlPlane
 from kvtier.control.tiers.lower_tier import TierSpec
 from kvtier.errors import ConfigError, GeometryError, RootBusyError, UsageError
 from kvtier.options import TierOptions
+from kvtier.service.figures import document_of, parts_of
 from kvtier.service.leases import Copy
 from kvtier.service.manifests import read_namespace
 from kvtier.service.namespaces import KeySpace, Namespaces
@@ -35,6 +36,8 @@ from kvtier.types.namespace import Namespace
 
 LENT_AT_ONCE = 16
 """Rows that an engine is lent before it is the turn of the others."""
+DOCUMENT_SECONDS = 0.02
+"""Time in which figures are collected once; that takes a millisecond."""
 
 
 class SessionCopyOptions(TierOptions):
@@ -165,6 +168,7 @@ class Pool(TierStack):
         self._fills: dict[JobId, Session] = {}
         self._last = self._last_fill = 0
         self._turns = 0
+        self._document, self._document_until = b"", -math.inf
         self._wakes: asyncio.TimerHandle | None = None
 
     async def open(self) -> None:
@@ -355,8 +359,7 @@ class Pool(TierStack):
         self._deliver_events(plane.take_events())
         session.on_joined(space, "", follows=plane.uses is not None)
         self._count_engines()
-        if session.events is not None:
-            session.events.add(_stored(plane.contents(self._clock())))
+        self._add_contents(session)
 
     def _count_engines(self) -> None:
         self.quotas.engines = sum(each.is_engine for each in self.sessions.values())
@@ -432,6 +435,24 @@ class Pool(TierStack):
         lost = 0 if session.events is None else session.events.lost
         session.add_items(session.figures.changes(replace(stats, events_lost=stats.events_lost + lost)))
 
+    def send_all_figures(self, session: Session, number: int) -> None:
+        """All figures as they are, collected once in a short time for all engines."""
+        now = self._clock()
+        if now >= self._document_until:
+            self._document_until, self._document = now + DOCUMENT_SECONDS, document_of(self.stats())
+        session.add_items(parts_of(self._document, number))
+
+    def begin_events(self, session: Session) -> None:
+        """An engine takes events from here on; the first are what the tiers have."""
+        self._deliver_events(self.plane.take_events())
+        session.on_scheduler(events=True)
+        self._set_events()
+        self._add_contents(session)
+
+    def _add_contents(self, session: Session) -> None:
+        if session.events is not None:
+            session.events.add(_stored(self.plane.contents(self._clock())))
+
     # -- carrying out --------------------------------------------------------------------------------------------
 
     def _carry_out(self, pumps: bool = True) -> None:
@@ -468,10 +489,11 @@ class Pool(TierStack):
     def _take_back(self) -> None:
         """Ask for leases, of the engine first that holds most, where rows are short; and for what is beyond bounds."""
         short = self.plane.control.shortage
+        for_loans = not short
         if not short and not self.plane.control.cpu.available:
             short = max(each.rows_wanted for each in self.sessions.values())
         for session in sorted(self.sessions.values(), key=lambda each: -each.held):
-            short = max(0, short - session.take_back(short))
+            short = max(0, short - session.take_back(short, for_loans))
 
     def _deliver_events(self, events: Sequence[OffloadingEvent]) -> None:
         for session in self.sessions.values():

@@ -9,7 +9,7 @@ from kvtier.service import wire
 from kvtier.service.wire import TEXT_CHARACTERS_MAX, Breach, Item
 from kvtier.stack.request import StackRequest
 from kvtier.stack.tier_stack import TierStack
-from kvtier.types.hints import Demote, KVHint, Pin, Prefetch, Release, Retain
+from kvtier.types.hints import Demote, HintResult, KVHint, Pin, Prefetch, Release, Retain
 from kvtier.types.keys import OffloadKey, RequestId
 from kvtier.types.requests import RequestInfo
 
@@ -45,12 +45,17 @@ class EngineRequests:
                     request.extend(keys)
             case wire.End():
                 self._end(item, unpack, now)
-            case wire.Hint():
-                self._stack.hint(_hint(item, unpack(item.keys)))
+            case wire.Touch():
+                request = self._open.get(item.request) or self._stack.request(self._name(item.request))
+                request.touch(unpack(item.keys))
             case wire.Computed():
                 self._stack.engine.prompt_computed(item.tokens, now - item.begun, now - item.ended)
             case _:
                 raise Breach(f"{type(item).__name__} is no item of a request")
+
+    def hint(self, item: wire.Hint, keys: list[OffloadKey]) -> HintResult:
+        """Follow a hint. Raises Breach, UsageError for one that is none."""
+        return self._stack.hint(_hint(item, keys))
 
     def _begin(self, item: wire.Begin, unpack: Unpack) -> None:
         keys = self._join(item.request, False, item.more, unpack(item.keys))

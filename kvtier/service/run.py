@@ -26,7 +26,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PrivateLife:
-    """A process that ends by itself so long after its last connection. `on_listening` is called once it listens."""
+    """A process that ends by itself with its last engine that leaves, or so long after its last connection.
+
+    `on_listening` is called once it listens.
+    """
 
     linger_seconds: float
     on_listening: Callable[[], None]
@@ -50,6 +53,7 @@ async def _serve(config: StackConfig, path: str, private: PrivateLife | None) ->
         if private is None:
             await asyncio.get_running_loop().create_future()
         else:
+            server.ends_with_engines = True
             private.on_listening()
             await _linger(server, path, private.linger_seconds)
 
@@ -63,7 +67,7 @@ def _on_exception(crash: CrashFile, loop: asyncio.AbstractEventLoop, context: di
 
 
 async def _linger(server: StackServer, path: str, seconds: float) -> None:
-    """Return when there was no connection for so long, with the socket gone.
+    """Return when there was no connection for so long, or when the last engine leaves, with the socket gone.
 
     That is decided behind the lock of those who start a process: who has found this one in time is served.
     """

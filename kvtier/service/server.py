@@ -26,6 +26,7 @@ from kvtier.service.pool import Pool, opening_fault, with_shared_rows
 from kvtier.service.session import Session
 from kvtier.service.wire import FROM_ENGINE, FROM_WORKER, GREETING, PROTOCOL, Breach, Hello, Refused, Welcome, WireError
 from kvtier.stack.assembly import StackParts
+from kvtier.stack.shutdown import CloseReport
 from kvtier.stack.watching.socket_file import SocketFile
 from kvtier.types.geometry import KVLayout
 from kvtier.types.namespace import Namespace
@@ -66,7 +67,8 @@ class Engine:
 
     `earlier` sessions have lost their connections. Each ends when all processes have exited, or when all workers have
     said in a new greeting that they are `quiet`: those that have are with it. `pidfds` are watched: of the connected
-    processes, and of those in `left`, workers by number that have disconnected and may still copy.
+    processes, and of those in `left`, workers by number that have disconnected and may still copy. `leaves`: the number
+    of its `Leave`, which it waits for.
     """
 
     def __init__(self, session: Session, hello: Hello) -> None:
@@ -78,6 +80,7 @@ class Engine:
         self.pidfds: set[int] = set()
         self.left: dict[int, set[int]] = {}
         self.earlier: dict[Session, set[int]] = {}
+        self.leaves: int | None = None
 
     def has(self, hello: Hello) -> bool:
         """True if another process is connected as this one."""
@@ -91,11 +94,13 @@ class StackServer:
 
     The first engine brings the layout, so the stack opens with it. `parts` makes the parts of a stack for a namespace.
     Engines of another namespace are refused. Another process at the path may take `patience_seconds` to end.
+    With `ends_with_engines` the process ends once its last engine leaves, see `wait_idle`.
     """
 
     def __init__(self, parts: Callable[[Namespace], StackParts], path: str, patience_seconds: float = 0.0) -> None:
         self.incarnation = secrets.token_hex(8)
         self.crash: CrashFile | None = None
+        self.ends_with_engines = False
         self._parts = parts
         self._path = path
         self._patience_seconds = patience_seconds
@@ -112,12 +117,15 @@ class StackServer:
         self._closing: asyncio.Task[None] | None = None
 
     async def wait_idle(self, seconds: float) -> None:
-        """Return when there was no connection for so long."""
+        """Return when there was no connection for so long, or at once when the last engine leaves."""
         while True:
             self._changed.clear()
             if self._has_connections:
+                self._let_go(wire.Left)
                 await self._changed.wait()
                 continue
+            if any(engine.leaves for engine in self._engines.values()):
+                return
             try:
                 async with asyncio.timeout(seconds):
                     await self._changed.wait()
@@ -126,7 +134,15 @@ class StackServer:
 
     @property
     def _has_connections(self) -> bool:
-        return bool(self._greeting) or any(engine.peers for engine in self._engines.values())
+        """True while an engine is connected that does not leave, or may be soon."""
+        return bool(self._greeting) or any(each.peers and not each.leaves for each in self._engines.values())
+
+    def _let_go(self, make_left: Callable[[int], wire.Left]) -> None:
+        """Answer the engines that leave."""
+        for engine in self._engines.values():
+            if engine.leaves and engine.scheduler is not None:
+                self._send_to(engine.scheduler, [make_left(engine.leaves)])
+            engine.leaves = None
 
     def withdraw_if_idle(self) -> bool:
         """Let no process connect any more, unless one is connected or about to be."""
@@ -179,6 +195,8 @@ class StackServer:
                     engine.scheduler.channel.send([wire.Closing("the stack process ends")])
             if self._pool is not None:
                 await self._pool.close()
+                report = self._pool.close_report or CloseReport(0, 0)
+                self._let_go(lambda number: wire.Left(number, True, report.dropped_blocks, report.unfinished_jobs))
             for engine in list(self._engines.values()):
                 self._forget(engine)
         finally:
@@ -394,11 +412,20 @@ class StackServer:
         if type(first) is Hello:
             (self.pool.on_scheduler if peer.worker is None else self.pool.on_worker)(session, first)
         elif peer.worker is None:
+            if type(items[-1]) is wire.Leave:
+                self._on_leave(peer.engine, items[-1])
+                items = items[:-1]
             self.pool.handle(session, items)
         else:
             if type(items[-1]) is wire.Quiet:
                 peer.quiet, items = True, items[:-1]
             self.pool.on_worker_items(session, peer.worker, items)
+
+    def _on_leave(self, engine: Engine, item: wire.Leave) -> None:
+        engine.leaves = item.number
+        self._changed.set()
+        if not self.ends_with_engines:
+            self._let_go(wire.Left)
 
     def _send_all(self) -> None:
         for engine in self._engines.values():

@@ -27,6 +27,7 @@ from kvtier.service.pool_state import PoolState
 from kvtier.service.requests import EngineRequests
 from kvtier.service.weights import WeightsCheck
 from kvtier.service.wire import Breach, Item
+from kvtier.types.hints import HintRefusal, HintResult
 from kvtier.types.keys import GROUP_BYTES, JobId, OffloadKey, key_group
 
 NOTE_BYTES_MAX = 24 << 10
@@ -61,6 +62,12 @@ class SessionHost(PoolState, Protocol):
 
     def send_figures(self, session: Session) -> None:
         """Add the figures to the session's items."""
+
+    def send_all_figures(self, session: Session, number: int) -> None:
+        """Add all figures as they are to the session's items."""
+
+    def begin_events(self, session: Session) -> None:
+        """Add what the tiers have to the session's events, and all events from here on."""
 
 
 class Session:
@@ -128,6 +135,20 @@ class Session:
         else:
             self.leasing.answer_missing(item.number, len(keys))
 
+    def _look(self, item: wire.Look, now: float) -> None:
+        keys = self._keys(item.keys)
+        if self.serves:
+            self.leasing.look(item, keys, now)
+        else:
+            self.leasing.answer_missing(item.number, len(keys))
+
+    def _locate(self, item: wire.Locate, now: float) -> None:
+        keys = self._keys(item.keys)
+        found = self._host.plane.locate(keys, now) if self.serves else [None] * len(keys)
+        tiers = list(dict.fromkeys(filter(None, found)))
+        places = bytes(0 if tier is None else 1 + tiers.index(tier) for tier in found)
+        self._items.append(wire.Located(item.number, tiers, places))
+
     def _drop(self, item: wire.Drop, now: float) -> None:
         self.leasing.drop(item.request, now)
 
@@ -159,6 +180,21 @@ class Session:
         else:
             self._figures_at = now + FIGURES_SECONDS
             self._host.send_figures(self)
+
+    def _ask_figures(self, item: wire.AskFigures, now: float) -> None:
+        self._host.send_all_figures(self, item.number)
+
+    def _ask_events(self, item: wire.AskEvents, now: float) -> None:
+        if self.is_engine and self.events is None:
+            self._host.begin_events(self)
+
+    def _hint(self, item: wire.Hint, now: float) -> None:
+        keys = self._keys(item.keys)
+        stopped = HintResult(0, {HintRefusal.STOPPED: len(keys)} if keys else {})
+        result = self._requests.hint(item, keys) if self.is_engine else stopped
+        if item.number:
+            refused = {reason.value: count for reason, count in result.refused.items()}
+            self._items.append(wire.Hinted(item.number, result.accepted, refused))
 
     def _on_request_item(self, item: Item, now: float) -> None:
         """Pass on what policies, the recorder, the choice of loads and hints are given."""
@@ -281,12 +317,17 @@ class Session:
         """Answer reservations that are served, begin others. True if the control plane is to be pumped again."""
         return self.leasing.advance(now)
 
-    def take_back(self, rows: int) -> int:
-        """Ask the engine for so many rows of leases, and for what is beyond its bounds. Returns the rows asked for."""
+    def take_back(self, rows: int, for_loans: bool) -> int:
+        """Ask the engine for so many rows of leases, and for what is beyond its bounds. Returns the rows asked for.
+
+        Rows that are lent come back where leases are too few, but not to be lent again.
+        """
         if self.lost:
             return 0
-        requests = self.leasing.revocable(max(rows, self.leasing.rows_wanted_back))
-        lent = self.copying.take_excess()
+        wanted = max(rows, self.leasing.rows_wanted_back)
+        requests = self.leasing.revocable(wanted)
+        needed = self.leasing.rows_wanted_back if for_loans else wanted
+        lent = self.copying.take_excess(needed - sum(count for _, count in requests))
         if lent:
             self._items.append(wire.Revoke([], lent))
         for first in range(0, len(requests), REVOKED_AT_ONCE):
@@ -360,5 +401,10 @@ _HANDLERS: dict[type[Item], Callable[[Session, Any, float], None]] = {
     wire.HoldBack: Session._hold_back,
     wire.Join: Session._join,
     wire.AskWeights: Session._ask_weights,
-    **dict.fromkeys((wire.Begin, wire.Extend, wire.End, wire.Hint, wire.Computed), Session._on_request_item),
+    wire.Look: Session._look,
+    wire.Locate: Session._locate,
+    wire.AskFigures: Session._ask_figures,
+    wire.AskEvents: Session._ask_events,
+    wire.Hint: Session._hint,
+    **dict.fromkeys((wire.Begin, wire.Extend, wire.End, wire.Touch, wire.Computed), Session._on_request_item),
 }

@@ -23,101 +23,37 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import reduce
-from hashlib import sha256
 from itertools import accumulate, pairwise
 from operator import or_
 from typing import Any, TypeVar
 
 import msgspec
-import numpy as np
 
-from kvtier.errors import KVTierError
-from kvtier.types.arrays import IntArray
+from kvtier.service.packing import ITEM_KEYS_MAX as ITEM_KEYS_MAX
+from kvtier.service.packing import JOB_BLOCKS_MAX as JOB_BLOCKS_MAX
+from kvtier.service.packing import KEY_BYTES_MAX as KEY_BYTES_MAX
+from kvtier.service.packing import KEYS_BYTES_MAX as KEYS_BYTES_MAX
+from kvtier.service.packing import MESSAGE_BYTES_MAX as MESSAGE_BYTES_MAX
+from kvtier.service.packing import TEXT_CHARACTERS_MAX as TEXT_CHARACTERS_MAX
+from kvtier.service.packing import Breach as Breach
+from kvtier.service.packing import Item as Item
+from kvtier.service.packing import Keys as Keys
+from kvtier.service.packing import Places as Places
+from kvtier.service.packing import WireError as WireError
+from kvtier.service.packing import request_name as request_name
+from kvtier.service.questions import AskEvents as AskEvents
+from kvtier.service.questions import AskFigures as AskFigures
+from kvtier.service.questions import FiguresPart as FiguresPart
+from kvtier.service.questions import Hinted as Hinted
+from kvtier.service.questions import Leave as Leave
+from kvtier.service.questions import Left as Left
+from kvtier.service.questions import Locate as Locate
+from kvtier.service.questions import Located as Located
+from kvtier.service.questions import Look as Look
+from kvtier.service.questions import Touch as Touch
 from kvtier.types.keys import OffloadKey
 
 PROTOCOL = 1
-MESSAGE_BYTES_MAX = 64 << 10
-"""Below the default SO_SNDBUF of Linux, 208 KiB."""
-KEY_BYTES_MAX = 4096
-KEYS_BYTES_MAX = 40 << 10
-"""Bytes of the keys of one item, so that it fits a message with its rows and generations."""
-ITEM_KEYS_MAX = 1024
-"""Keys, rows or runs of outcomes of one item."""
-JOB_BLOCKS_MAX = 1 << 17
-"""Blocks of one job."""
-TEXT_CHARACTERS_MAX = 1024
-"""Characters of a request's name, of a session's, of a reason."""
-
-
-class WireError(KVTierError):
-    """A peer sent no message of this protocol."""
-
-
-class Breach(KVTierError):
-    """An engine named what it does not have, or broke an order of messages."""
-
-
-class Keys(msgspec.Struct, array_like=True, frozen=True):
-    """Some keys. `width`: bytes of each; 0: they differ, and each follows its length in two little-endian bytes."""
-
-    width: int
-    joined: bytes
-
-    @staticmethod
-    def of(keys: Sequence[OffloadKey]) -> Keys:
-        """These keys, packed."""
-        widths = set(map(len, keys))
-        if len(widths) == 1:
-            return Keys(widths.pop(), b"".join(keys))
-        return Keys(0, b"".join(part for key in keys for part in (len(key).to_bytes(2, "little"), key)))
-
-    def unpack(self) -> list[OffloadKey]:
-        """The keys. Raises WireError for a width or a length that does not fit the bytes."""
-        width, joined = self.width, self.joined
-        if width:
-            if not 0 < width <= KEY_BYTES_MAX or len(joined) % width:
-                raise WireError(f"{len(joined)} bytes are no keys of {width} bytes")
-            return [OffloadKey(joined[at : at + width]) for at in range(0, len(joined), width)]
-        return list(self._unpack_different())
-
-    def _unpack_different(self) -> Iterator[OffloadKey]:
-        at, joined = 0, self.joined
-        while at < len(joined):
-            begin = at + 2
-            at = begin + int.from_bytes(joined[at:begin], "little")
-            if not begin < at <= len(joined):
-                raise WireError("a key has no byte, or more than were sent")
-            yield OffloadKey(joined[begin:at])
-
-
-class Places(msgspec.Struct, array_like=True, frozen=True):
-    """Rows and the generations of their fills, as many of each."""
-
-    rows: bytes
-    generations: bytes
-
-    @staticmethod
-    def of(rows: Sequence[int] | IntArray, generations: Sequence[int] | IntArray) -> Places:
-        """These rows, packed."""
-        return Places(np.asarray(rows, np.int32).tobytes(), np.asarray(generations, np.int64).tobytes())
-
-    def unpack(self) -> tuple[IntArray, IntArray]:
-        """Rows and generations as int64. Raises WireError unless there are as many of both."""
-        if len(self.rows) % 4 or len(self.generations) != 2 * len(self.rows):
-            raise WireError("rows and generations differ in number")
-        return np.frombuffer(self.rows, np.int32).astype(np.int64), np.frombuffer(self.generations, np.int64)
-
-
-def request_name(request_id: str) -> str:
-    """A request's id, or a digest of one that is too long to be its name."""
-    if len(request_id) <= TEXT_CHARACTERS_MAX:
-        return request_id
-    return f"sha256:{sha256(request_id.encode(errors='surrogatepass')).hexdigest()}"
-
-
-class Item(msgspec.Struct, array_like=True, frozen=True):
-    """Base of what a message holds."""
-
 
 # -- an engine to the stack process -----------------------------------------------------------------------------------
 
@@ -241,12 +177,16 @@ class Announce(Item, tag=13, frozen=True):
 
 
 class Hint(Item, tag=14, frozen=True):
-    """A hint of an application about blocks. `kind`: name of a `KVHint` in lower case."""
+    """A hint of an application about blocks. `kind`: name of a `KVHint` in lower case.
+
+    With a `number` what becomes of it comes back in `Hinted`.
+    """
 
     kind: str
     keys: Keys
     session: str = ""
     seconds: float = 0.0
+    number: int = 0
 
 
 class Computed(Item, tag=15, frozen=True):
@@ -292,12 +232,14 @@ class Filled(Item, tag=19, frozen=True):
 FromEngine = (
     *(Ask, Reserve, Drop, Load, Fill, Return, Want, Begin, Extend, End, Reset, AskStats),
     *(Announce, Hint, Computed, HoldBack, Join, AskWeights, Filled),
+    *(Look, Locate, Touch, AskFigures, AskEvents, Leave),
 )
 
 # -- the stack process to an engine -----------------------------------------------------------------------------------
 
-LEASED, PENDING, MISSING, UNKNOWN = range(4)
-"""States of a key in `Found`: in a row that is leased; in a lower tier or on its way; nowhere; a tier was asked."""
+LEASED, PENDING, MISSING, UNKNOWN, IN_ROW, LATE = range(6)
+"""States of a key in `Found`: in a row that is leased; in a lower tier or on its way; nowhere; a tier was asked; for a
+`Look` in a row; for a `Reserve` there, but in no row in time."""
 
 
 class Found(Item, tag=32, frozen=True):
@@ -404,7 +346,10 @@ class Void(Item, tag=43, frozen=True):
     """Another engine has reset the pool: leases and states of all requests are void, as the module's docstring says."""
 
 
-ToEngine = (Found, Ended, Lent, Revoke, ResetDone, Stats, Closing, Notes, Joined, Events, Weights, Void)
+ToEngine = (
+    *(Found, Ended, Lent, Revoke, ResetDone, Stats, Closing, Notes, Joined, Events, Weights, Void),
+    *(Located, Hinted, FiguresPart, Left),
+)
 
 # -- workers, and the beginning of a connection -----------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from support_sessions import PAGE, names, pool_world
 
 from kvtier.errors import UsageError
 from kvtier.service import session, wire
-from kvtier.service.wire import CHANGED, LEASED, MISSING, PENDING, UNCHANGED, Breach, Keys, Places
+from kvtier.service.wire import CHANGED, LATE, LEASED, MISSING, PENDING, UNCHANGED, Breach, Keys, Places
 from kvtier.testing.memory import MemoryStorage
 from kvtier.types.events import OffloadingEvent
 from kvtier.types.geometry import GroupLayout, KVLayout, TensorRef
@@ -408,10 +408,14 @@ async def test_a_request_beyond_the_bound_is_cut_at_once_where_nothing_will_come
             assert await engine.store(number) == [(1, STORED, "", 0)]
         engine.number += 1
         engine.send(wire.Reserve("r", engine.number, Keys.of(names(*range(24)))))
+        (revoked,) = engine.take(wire.Revoke)
+        assert (revoked.requests, revoked.lent) == ([], len(engine.lent())), "the rows that it was lent"
+        engine.send(wire.Return(Places.of(*zip(*engine.lent(), strict=True))))
+        engine.lent().clear()
         await engine.wait(lambda: any(isinstance(item, wire.Found) for item in engine.items))
         (found,) = engine.take(wire.Found)
-        assert found.states.count(LEASED) == 16 - len(engine.lent())
-        assert found.states.count(MISSING) == 24 - found.states.count(LEASED)
+        assert found.states.count(LEASED) == 16
+        assert found.states.count(LATE) == 8, "they are in a lower tier"
         second = await engine.reserve("s", 23)
         assert not second, "it waits for the leases of the first"
         engine.send(wire.Drop("r"))

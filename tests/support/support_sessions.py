@@ -166,7 +166,10 @@ class HandEngine:
         """Look keys up; the answer."""
         self.number += 1
         self.send(wire.Ask(request, self.number, Keys.of(names(*numbers))))
-        (found,) = self.take(wire.Found)
+        found: wire.Found = next(
+            each for each in self.items if isinstance(each, wire.Found) and each.number == self.number
+        )
+        self.items.remove(found)
         return found
 
     async def reserve(self, request: str, *numbers: int) -> list[wire.Found]:

@@ -1,0 +1,310 @@
+"""Jobs of any size for an engine at a stack process: stores take rows as they are lent, loads reserve a window of rows.
+
+No I/O and no clock. A part of a job that has its rows is a job of `EngineCore`; a worker copies it, and the part ends
+with the worker's report. The job ends with its last part. What has not begun by the job's deadline ends there: a store
+is dropped for lack of a row, a load is late.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+import numpy as np
+
+from kvtier.client.core import ClientRequest, EngineCore
+from kvtier.errors import IntegrityError
+from kvtier.service.wire import ITEM_KEYS_MAX, LATE
+from kvtier.types import jobs
+from kvtier.types.arrays import int_array
+from kvtier.types.geometry import Geometry
+from kvtier.types.gpu_runs import RunIndex
+from kvtier.types.jobs import BlockOutcome, DropReason, GPUGroup, JobKind, JobResult, TransferJob, dropped
+from kvtier.types.keys import JobId, OffloadKey, key_group
+
+WINDOW_MAX = 8 * ITEM_KEYS_MAX
+"""Blocks of a window at most."""
+RETRY_SECONDS = 0.02
+"""The time after which a load that got no row tries once more."""
+WINDOW_NAME = "\0window"
+"""Requests of windows have this name and a number: no request of an engine begins with it."""
+
+
+@dataclass(slots=True, eq=False)
+class RowWindow:
+    """Blocks of a load, by their positions in it, that rows are reserved for."""
+
+    transfer: RunningJob
+    positions: list[int]
+    request: ClientRequest
+
+
+@dataclass(slots=True, eq=False)
+class CopiedPart:
+    """Blocks of a job, by their positions in it, that a worker copies."""
+
+    transfer: RunningJob
+    positions: list[int]
+
+
+@dataclass(slots=True, eq=False)
+class RunningJob:
+    """A job that has not ended. `todo` are the positions of blocks without a row.
+
+    `open` counts those without an outcome. `retry_at`: no window is reserved before, because the last one got no row.
+    """
+
+    job: TransferJob
+    begun: float
+    keys: list[OffloadKey] = field(init=False)
+    outcomes: list[BlockOutcome | None] = field(init=False)
+    todo: deque[int] = field(init=False)
+    open: int = field(init=False)
+    bytes_moved: int = 0
+    retry_at: float = -math.inf
+    _starts: list[int] = field(init=False)
+    _indexes: list[RunIndex] = field(init=False)
+
+    def __post_init__(self) -> None:
+        groups = self.job.gpu_groups
+        self.keys = list(chain.from_iterable(group.keys for group in groups))
+        self.outcomes = [None] * len(self.keys)
+        self.todo = deque(range(len(self.keys)))
+        self.open = len(self.keys)
+        sizes = [len(group.keys) for group in groups]
+        self._starts = [sum(sizes[:at]) for at in range(len(sizes))]
+        self._indexes = [RunIndex(group.runs) for group in groups]
+
+    @property
+    def deadline(self) -> float:
+        """The time at which what has not begun ends."""
+        return math.inf if self.job.deadline is None else self.job.deadline
+
+    @property
+    def loads(self) -> bool:
+        """True for a load."""
+        return self.job.kind is JobKind.LOAD
+
+    def complete(self, positions: Iterable[int], outcome: BlockOutcome) -> None:
+        """These blocks have ended."""
+        for position in positions:
+            if self.outcomes[position] is None:
+                self.outcomes[position] = outcome
+                self.open -= 1
+
+    def stop(self, outcome: BlockOutcome) -> None:
+        """End what has no row."""
+        self.complete(self.todo, outcome)
+        self.todo.clear()
+
+    def drop_partial(self, factor: int) -> None:
+        """A store keeps whole blocks alone."""
+        for start, group in zip(self._starts, self.job.gpu_groups, strict=True):
+            if not group.runs.all_whole(len(group.keys), factor):
+                partial = np.flatnonzero(~group.runs.covers_whole(len(group.keys), factor)).tolist()
+                self.complete((start + position for position in partial), dropped(DropReason.PARTIAL))
+        self.todo = deque(position for position in self.todo if self.outcomes[position] is None)
+
+    def groups_of(self, positions: Sequence[int]) -> tuple[list[GPUGroup], list[int]]:
+        """(the groups of these blocks alone, their positions in the order of the groups)."""
+        groups, order = [], list[int]()
+        for at, (start, group) in enumerate(zip(self._starts, self.job.gpu_groups, strict=True)):
+            mine = [position - start for position in positions if 0 <= position - start < len(group.keys)]
+            if len(mine) == len(group.keys):
+                groups.append(group)
+            elif mine:
+                runs = self._indexes[at].select(int_array(mine))
+                groups.append(GPUGroup(group.group, tuple(group.keys[i] for i in mine), runs))
+            order += [start + position for position in mine]
+        return groups, order
+
+    def result(self, now: float) -> JobResult:
+        """The result, once every block has an outcome."""
+        each = iter([outcome or jobs.MISSING for outcome in self.outcomes])
+        outcomes = tuple(tuple(next(each) for _ in group.keys) for group in self.job.groups)
+        return JobResult(self.job.job_id, outcomes, self.bytes_moved, now - self.begun)
+
+
+class Transfers:
+    """The jobs of one engine. `begin_copy` has its worker copy a part. `results` are those of the jobs that have ended.
+
+    Windows of all loads hold at most half of the `num_rows` rows, each at most a quarter.
+    """
+
+    def __init__(
+        self, core: EngineCore, begin_copy: Callable[[TransferJob], None], geometry: Geometry, num_rows: int
+    ) -> None:
+        self.results: list[JobResult] = []
+        self._core = core
+        self._begin_copy = begin_copy
+        self._geometry = geometry
+        self._rows = self._rows_left = max(2, num_rows // 2)
+        self._window_most = max(1, min(WINDOW_MAX, num_rows // 4))
+        self._open: dict[JobId, RunningJob] = {}
+        self._windows: list[RowWindow] = []
+        self._parts: dict[JobId, CopiedPart] = {}
+        self._last_window = 0
+
+    @property
+    def in_flight(self) -> int:
+        """Jobs that have not ended."""
+        return len(self._open)
+
+    @property
+    def copies(self) -> int:
+        """Parts of jobs that are being copied."""
+        return len(self._parts)
+
+    def has(self, job_id: JobId) -> bool:
+        """True if a job of this number has not ended."""
+        return job_id in self._open
+
+    def submit(self, job: TransferJob, request: ClientRequest | None, now: float) -> None:
+        """Begin a job. A load ends the leases of its request; blocks that are leased to it need no window."""
+        transfer = self._open[job.job_id] = RunningJob(job, now)
+        if transfer.loads:
+            self._begin_leased(transfer, request)
+        else:
+            transfer.drop_partial(self._geometry.factor)
+        self.advance(now)
+
+    def _begin_leased(self, transfer: RunningJob, request: ClientRequest | None) -> None:
+        """Copy out of the rows that are leased to the request, if those are all; else the leases end."""
+        if request is None or not transfer.keys:
+            return
+        if len(transfer.keys) <= WINDOW_MAX and all(map(request.leased.__contains__, transfer.keys)):
+            self._begin(transfer, list(transfer.todo), request)
+            transfer.todo.clear()
+        else:
+            self._core.release(request)
+
+    def cancel(self, job_id: JobId) -> None:
+        """End a job early. Its result still comes, after the copies in flight."""
+        transfer = self._open.get(job_id)
+        if transfer is not None:
+            self._stop(transfer, jobs.CANCELLED)
+
+    def stop_all(self, reason: DropReason) -> None:
+        """Begin no more copies: stores are dropped for this reason, loads cancelled."""
+        for transfer in self._open.values():
+            self._stop(transfer, jobs.CANCELLED if transfer.loads else dropped(reason))
+
+    def _stop(self, transfer: RunningJob, outcome: BlockOutcome) -> None:
+        transfer.stop(outcome)
+        for window in [each for each in self._windows if each.transfer is transfer]:
+            transfer.complete(window.positions, outcome)
+            self._end_window(window)
+
+    @property
+    def next_deadline(self) -> float:
+        """The time at which `advance` has work by time alone."""
+        waiting = [each for each in self._open.values() if each.todo]
+        windows = (window.transfer.deadline for window in self._windows)
+        retries = (each.retry_at for each in waiting if each.retry_at > -math.inf)
+        return min(chain((each.deadline for each in waiting), windows, retries), default=math.inf)
+
+    def advance(self, now: float) -> None:
+        """Take in the parts that ended, begin others, and keep the results of the jobs that have ended."""
+        self._advance(now)
+        while self._core.results:  # of parts that ended as they began
+            self._advance(now)
+
+    def _advance(self, now: float) -> None:
+        ended, self._core.results = self._core.results, []
+        for result in ended:
+            self._on_part(result)
+        for window in [each for each in self._windows if each.request.served]:
+            self._on_window(window, now)
+        for transfer in list(self._open.values()):
+            if now >= transfer.deadline:
+                self._stop(transfer, jobs.LATE if transfer.loads else dropped(DropReason.NO_ROW))
+            elif transfer.todo:
+                (self._advance_load if transfer.loads else self._advance_store)(transfer, now)
+            if not transfer.open:
+                del self._open[transfer.job.job_id]
+                self.results.append(transfer.result(now))
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError unless what is open, in windows and in copies agrees."""
+        windows: list[RowWindow | CopiedPart] = [*self._windows, *self._parts.values()]
+        for transfer in self._open.values():
+            away = [at for each in windows if each.transfer is transfer for at in each.positions]
+            places = sorted([*transfer.todo, *away])
+            if places != [at for at, outcome in enumerate(transfer.outcomes) if outcome is None]:
+                raise IntegrityError(f"job {transfer.job.job_id} has blocks that are nowhere, or twice")
+        held = sum(len(each.positions) for each in windows if each.transfer.loads)
+        if self._rows_left + held != self._rows:
+            raise IntegrityError(f"loads hold {held} rows, and {self._rows_left} of {self._rows} are left")
+
+    # -- stores --------------------------------------------------------------------------------------------------
+
+    def _advance_store(self, transfer: RunningJob, now: float) -> None:
+        """Copy into the rows that are lent: the ends of prefixes first, so that no parent ages before its child."""
+        core = self._core
+        if not core.connected or not core.joined:
+            transfer.stop(dropped(DropReason.TIER_DOWN))
+            return
+        count = min(core.room, len(transfer.todo))
+        if count:
+            positions = sorted(transfer.todo.pop() for _ in range(count))
+            self._begin(transfer, positions)
+
+    def _begin(self, transfer: RunningJob, positions: list[int], request: ClientRequest | None = None) -> None:
+        """Copy blocks: out of the rows leased to a request, or into rows that are lent."""
+        core = self._core
+        groups, order = transfer.groups_of(positions)
+        job = core.job(transfer.job.kind, groups)
+        self._parts[job.job_id] = CopiedPart(transfer, order)
+        if request is not None:
+            self._rows_left -= len(order)
+        copy = core.begin_store(job) if request is None else core.begin_load(job, request)
+        if copy is not None:
+            self._begin_copy(copy)
+
+    def _on_part(self, result: JobResult) -> None:
+        part = self._parts.pop(result.job_id)
+        transfer, outcomes = part.transfer, list(chain.from_iterable(result.outcomes))
+        for position, outcome in zip(part.positions, outcomes, strict=True):
+            transfer.complete((position,), outcome)
+            if outcome in (jobs.LOADED, jobs.STORED):
+                group = key_group(transfer.keys[position])
+                transfer.bytes_moved += self._geometry.kv_bytes_per_offloaded_block(group)
+        if transfer.loads:
+            self._rows_left += len(part.positions)
+
+    # -- loads ---------------------------------------------------------------------------------------------------
+
+    def _advance_load(self, transfer: RunningJob, now: float) -> None:
+        """Reserve rows for the next blocks, as far as windows may hold some."""
+        if not self._core.serves:
+            transfer.stop(jobs.MISSING)
+            return
+        while transfer.todo and self._rows_left > 0 and now >= transfer.retry_at:
+            count = min(len(transfer.todo), self._window_most, self._rows_left)
+            positions = [transfer.todo.popleft() for _ in range(count)]
+            self._last_window += 1
+            request = self._core.request(f"{WINDOW_NAME} {self._last_window}")
+            self._core.reserve(request, [transfer.keys[position] for position in positions])
+            self._windows.append(RowWindow(transfer, positions, request))
+            self._rows_left -= count
+
+    def _on_window(self, window: RowWindow, now: float) -> None:
+        """Copy what has rows. What is in a tier and got no row in time is tried once more, until the job's deadline."""
+        transfer, request = window.transfer, window.request
+        there = [at for at in window.positions if transfer.keys[at] in request.leased]
+        absent = [at for at in window.positions if transfer.keys[at] not in request.leased]
+        late = [at for at in absent if request.states.get(transfer.keys[at]) == LATE]
+        transfer.todo.extendleft(reversed(late))
+        transfer.complete(set(absent).difference(late), jobs.MISSING)
+        transfer.retry_at = -math.inf if there or not late else now + RETRY_SECONDS
+        if there:
+            self._begin(transfer, there, request)
+        self._end_window(window)
+
+    def _end_window(self, window: RowWindow) -> None:
+        self._windows.remove(window)
+        self._rows_left += len(window.positions)
+        self._core.end(window.request)
