@@ -49,6 +49,7 @@ class ClientRequest:
     """A request of the engine: the rows leased to it by key, and the state of what it asked for.
 
     `present` are keys that were in rows when it last heard of them. `reserved` are those that it has reserved.
+    `waiting` are numbers without an answer, `updates` those of answers that tiers have yet to complete.
     """
 
     def __init__(self, core: EngineCore, request_id: str, info: RequestInfo | None = None) -> None:
@@ -56,6 +57,7 @@ class ClientRequest:
         self.leased: dict[OffloadKey, tuple[int, int]] = {}
         self.states: dict[OffloadKey, int] = {}
         self.waiting: set[int] = set()
+        self.updates: set[int] = set()
         self.present: set[OffloadKey] = set()
         self.reserved: dict[OffloadKey, None] = {}
         self.ended = False
@@ -201,22 +203,17 @@ class EngineCore:
         """Ask which of these keys are there, unless that is known or was asked."""
         if self.serves:
             known = request.states
-            self._send_keys(wire.Ask, request, [key for key in dict.fromkeys(keys) if key not in known])
-
-    def ask_again(self, request: ClientRequest, keys: Sequence[OffloadKey]) -> None:
-        """Ask once more for keys that a tier had yet to answer for, when the last answer has come."""
-        if self.serves and request.served:
-            self._send_keys(wire.Ask, request, [key for key in keys if request.states.get(key, UNKNOWN) == UNKNOWN])
+            asked = [key for key in dict.fromkeys(keys) if key not in known]
+            for first, part in split(asked):
+                more = first + len(part) < len(asked)
+                self.out.append(wire.Ask(request.id, self._expect(request, part), Keys.of(part), more))
 
     def reserve(self, request: ClientRequest, keys: Sequence[OffloadKey]) -> None:
         """Have these keys brought into rows and leased; `served` says when that was answered."""
         request.reserved.update(dict.fromkeys(keys))
         if self.serves:
-            self._send_keys(wire.Reserve, request, [key for key in dict.fromkeys(keys) if key not in request.leased])
-
-    def _send_keys(self, kind: type[wire.Ask | wire.Reserve], request: ClientRequest, keys: list[OffloadKey]) -> None:
-        for _, part in split(keys):
-            self.out.append(kind(request.id, self._expect(request, part), Keys.of(part)))
+            for _, part in split([key for key in dict.fromkeys(keys) if key not in request.leased]):
+                self.out.append(wire.Reserve(request.id, self._expect(request, part), Keys.of(part)))
 
     def _expect(self, request: ClientRequest, keys: Sequence[OffloadKey]) -> int:
         """The number of a message whose answer has the states of these keys."""
@@ -234,8 +231,10 @@ class EngineCore:
     def look(self, request: ClientRequest, keys: Sequence[OffloadKey], asks: bool = True) -> None:
         """Look keys up and lease none, for a request that holds nothing. With `asks` tiers are asked."""
         if self.serves:
-            for _, part in split(list(dict.fromkeys(keys))):
-                self.out.append(wire.Look(self._expect(request, part), Keys.of(part), asks))
+            distinct = list(dict.fromkeys(keys))
+            for first, part in split(distinct):
+                more = first + len(part) < len(distinct)
+                self.out.append(wire.Look(self._expect(request, part), Keys.of(part), asks, more))
 
     def lookup(self, request: ClientRequest, keys: Sequence[OffloadKey]) -> list[LookupResult]:
         """Presence of these keys: HIT for leased ones, RETRY until an answer has come."""
@@ -275,9 +274,10 @@ class EngineCore:
         request.leased.clear()
         request.states.clear()
         request.reserved.clear()
-        for number in request.waiting:
+        for number in chain(request.waiting, request.updates):
             self._asked.pop(number, None)
         request.waiting.clear()
+        request.updates.clear()
 
     def reset(self) -> None:
         """Everything stored before is a miss from now on; `serves` again once the stack process has made it durable."""
@@ -469,7 +469,13 @@ class EngineCore:
         if found is None:
             return  # the request has ended
         request, keys = found
+        if item.number in request.updates:
+            self._on_update(request, keys, item)
+            return
         request.waiting.discard(item.number)
+        if item.more:
+            self._asked[item.number] = found
+            request.updates.add(item.number)
         rows, generations = item.places.unpack()
         places = iter(zip(rows.tolist(), generations.tolist(), strict=True))
         for key, state in zip(keys, item.states, strict=True):
@@ -479,6 +485,13 @@ class EngineCore:
                 request.present.add(key)
             elif self._filled.get(key):
                 del self._filled[key]  # it is in no row any more
+
+    def _on_update(self, request: ClientRequest, keys: Sequence[OffloadKey], item: wire.Found) -> None:
+        """Tiers have answered."""
+        request.updates.discard(item.number)
+        for key, state in zip(keys, item.states, strict=True):
+            if request.states.get(key) == UNKNOWN:
+                request.states[key] = state
 
     def _on_ended(self, item: wire.Ended) -> None:
         state = self._jobs.get(item.job)

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 ANSWER_SECONDS = 1.0
 """How long a call that asks the stack process waits for the answer."""
-ASK_AGAIN_SECONDS = 0.005
-"""How long an idle engine waits before it looks up once more what a tier has yet to answer."""
 COPIES_SECONDS = 10.0
 """How long closing waits for copies in flight."""
 EVENTS_MAX = 65536
@@ -104,8 +102,6 @@ class StackClient(EngineClient):
         if self._later or self._copied or self.transfers.results:
             return True
         due = self.transfers.next_deadline - time.monotonic()
-        if self._looks.served and wire.UNKNOWN in self._looks.states.values():
-            due = min(due, ASK_AGAIN_SECONDS)
         found = self._idle.poll(max(0.0, min(due, timeout_seconds)) * 1e3)
         return bool(found) or due <= timeout_seconds
 
@@ -124,22 +120,17 @@ class StackClient(EngineClient):
         core, looks = self.core, self._looks
         found = core.lookup(looks, keys)
         if LookupResult.RETRY in found:
-            core.look(looks, [key for key in keys if self._is_unknown(key)], ask)
+            core.look(looks, [key for key in keys if key not in looks.states], ask)
             if self._may_wait and not looks.served:
                 self._may_wait = False
                 self._await(lambda: looks.served, LOOKUP_WAIT_SECONDS)
                 found = core.lookup(looks, keys)
         return found
 
-    def _is_unknown(self, key: OffloadKey) -> bool:
-        """True if a key was not asked for, or a tier has yet to answer."""
-        states = self._looks.states
-        return key not in states or (self._looks.served and states[key] == wire.UNKNOWN)
-
     def _forget_answers(self) -> None:
         """Answers hold for a step in which they may be read."""
         looks = self._looks
-        if looks.states and looks.served:
+        if looks.states and not (looks.waiting or looks.updates):
             for key in self._answered:
                 looks.states.pop(key, None)
             self._answered = list(looks.states)

@@ -13,7 +13,7 @@ from kvtier.client.stack_client import StackClient
 from kvtier.errors import KVTierError, UsageError
 from kvtier.service import wire
 from kvtier.tier.contract import LookupResult
-from kvtier.types.checks import check_keys, check_number, check_text, check_whole
+from kvtier.types.checks import WHOLE_MAX, check_keys, check_number, check_text, check_whole
 from kvtier.types.keys import OffloadKey
 
 P = ParamSpec("P")
@@ -232,7 +232,7 @@ class ProcessCalls:
         check_number("when a prompt began", begun)
         check_number("when a prompt ended", ended, least=begun)
         now = time.monotonic()
-        self._stack._opened().core.say(wire.Computed(int(tokens), now - begun, now - ended))
+        self._stack._opened().core.say(wire.Computed(int(min(tokens, WHOLE_MAX)), now - begun, now - ended))
 
     @call_of_stack
     def hold_back(self, reason: str) -> None:

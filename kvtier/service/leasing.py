@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from kvtier.control.tiers.owned_tier import OwnedTier
 from kvtier.service import wire
 from kvtier.service.leases import Leases, Waiting
+from kvtier.service.open_lookups import OpenLookups
 from kvtier.service.pool_state import HoldsRows, PoolState
-from kvtier.service.wire import IN_ROW, LATE, LEASED, MISSING, PENDING, UNKNOWN, Breach, Item
+from kvtier.service.wire import LATE, LEASED, MISSING, PENDING, UNKNOWN, Breach, Item
 from kvtier.tier.contract import LookupResult
 from kvtier.types.keys import OffloadKey, RequestId
 
@@ -33,6 +34,7 @@ class Leasing:
 
     def __init__(self, number: int, pool: PoolState, out: list[Item], copies: HoldsRows) -> None:
         self.leases: dict[str, Leases] = {}
+        self.lookups = OpenLookups(pool, out, self._lease_found)
         self.found = 0
         self.leased = 0
         self.reserving = 0
@@ -54,12 +56,14 @@ class Leasing:
 
     # -- lookups -------------------------------------------------------------------------------------------------
 
-    def ask(self, item: wire.Ask, keys: list[OffloadKey], now: float) -> None:
-        """The states of these keys; what is in rows is leased, as far as the bounds go."""
+    def _lease_found(
+        self, item: wire.Ask, keys: Sequence[OffloadKey], found: Sequence[LookupResult]
+    ) -> tuple[bytes, wire.Places]:
+        """(states of these keys, places): what is in rows is leased, as far as the bounds go."""
         leases, directory, quotas = self._of(item.request), self._cpu.directory, self._pool.quotas
         room = min(quotas.found_room(self.found), quotas.pinned_most - self.held)
         rows, states, new = list[int](), bytearray(), dict[OffloadKey, int]()
-        for key, result in zip(keys, self._pool.plane.lookup(keys, now), strict=True):
+        for key, result in zip(keys, found, strict=True):
             state = STATES[result]
             if state == LEASED:
                 row = leases.rows.get(key, new.get(key))
@@ -74,13 +78,7 @@ class Leasing:
             self._lease(leases, new)
             self._count_found(leases, len(new))
         self._keep(item.request, leases)
-        self._out.append(wire.Found(item.number, bytes(states), self._places(rows)))
-
-    def look(self, item: wire.Look, keys: list[OffloadKey], now: float) -> None:
-        """The states of these keys; nothing is leased."""
-        found = self._pool.plane.lookup(keys, now, item.asks)
-        states = bytes(IN_ROW if result is LookupResult.HIT else STATES[result] for result in found)
-        self._out.append(wire.Found(item.number, states, wire.Places(b"", b"")))
+        return bytes(states), self._places(rows)
 
     def answer_missing(self, number: int, count: int) -> None:
         """Nothing of this is to be had."""
@@ -167,13 +165,14 @@ class Leasing:
 
     @property
     def wakes_at(self) -> float:
-        """The time at which a reservation is to be begun that did not fit."""
-        return next((each.deadline for each in self._to_begin.values()), math.inf)
+        """The time at which a reservation is to be begun that did not fit, or a lookup goes on."""
+        return min(next((each.deadline for each in self._to_begin.values()), math.inf), self.lookups.look_at)
 
     def advance(self, now: float) -> bool:
         """Answer reservations that are served, begin others. True if the control plane is to be pumped again."""
+        looked = self.lookups.go_on(now)
         if not self._waiting:
-            return False
+            return looked
         served = [each for each in self._waiting.values() if each.is_served]
         for waiting in served:
             leases = self.leases[waiting.request]
@@ -181,7 +180,7 @@ class Leasing:
             self._forget(leases, waiting, now)
             if leases.is_empty:
                 del self.leases[waiting.request]
-        return self._begin_waiting(now) or bool(served)
+        return self._begin_waiting(now) or bool(served) or looked
 
     def _answer(self, leases: Leases, waiting: Waiting, now: float) -> None:
         """The request gets the rows of a reservation, which the control plane cannot take back from then on."""
@@ -218,6 +217,7 @@ class Leasing:
 
     def drop(self, request: str, now: float) -> None:
         """The engine has forgotten what the request was found, and what it waits for."""
+        self.lookups.drop(request)
         leases = self.leases.pop(request, None)
         if leases is None:
             return
@@ -230,6 +230,7 @@ class Leasing:
 
     def drop_all(self, now: float) -> None:
         """Every lease ends."""
+        self.lookups.drop_all()
         for request in list(self.leases):
             self.drop(request, now)
 
@@ -242,6 +243,7 @@ class Leasing:
 
     def on_reset(self, now: float) -> None:
         """Another engine has reset the pool. Rows that are leased stay pinned until this one drops them."""
+        self.lookups.drop_all()
         self.end_waiting(now, answers=True)
         for leases in self.leases.values():
             leases.on_reset()

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, ClassVar, Literal
 
 from kvtier.aio.shielded_wait import shielded_wait
+from kvtier.control.jobs import Arrival, PresenceAnswers
 from kvtier.control.plane.control_plane import ControlPlane
 from kvtier.control.tiers.lower_tier import TierSpec
 from kvtier.errors import ConfigError, GeometryError, RootBusyError, UsageError
@@ -519,6 +520,12 @@ class Pool(TierStack):
         if self.is_open:
             self._carry_out()
 
+    def _deliver(self, batch: Sequence[Arrival]) -> None:
+        if any(type(each) is PresenceAnswers for each in batch):
+            for session in self.sessions.values():
+                session.leasing.lookups.look_at = min(session.leasing.lookups.look_at, self._clock())
+        super()._deliver(batch)
+
     def _on_result(self, result: JobResult) -> None:
         session = self._fills.pop(result.job_id, None)
         if session is None:
@@ -554,8 +561,7 @@ def _same_but_pages(one: KVLayout, other: KVLayout) -> bool:
 
 
 def with_shared_rows(parts: StackParts) -> StackParts:
-    """The parts of a pool: without a GPU tier, and with a CPU tier whose rows other processes can map."""
-    tiers = [tier for tier in parts.tiers if tier.medium != GPU]
-    cpu = next(tier for tier in tiers if tier.medium == CPU)
+    """The parts of a pool: with a CPU tier whose rows other processes can map. A GPU tier is the engines'."""
+    cpu = next(tier for tier in parts.tiers if tier.medium == CPU)
     shared = type(cpu)(cpu.options.model_copy(update={"shared": "memfd"}))
-    return replace(parts, tiers=[shared, *(tier for tier in tiers if tier is not cpu)])
+    return replace(parts, tiers=[shared if tier is cpu else tier for tier in parts.tiers])

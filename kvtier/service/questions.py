@@ -9,11 +9,15 @@ from kvtier.service.packing import Item, Keys
 
 
 class Look(Item, tag=20, frozen=True):
-    """Look keys up for no request; `number` comes back in `Found`. Nothing is leased. With `asks` tiers are asked."""
+    """Look keys up for no request; `number` comes back in `Found`. Nothing is leased. With `asks` tiers are asked.
+
+    `more` is that of an `Ask`.
+    """
 
     number: int
     keys: Keys
     asks: bool = True
+    more: bool = False
 
 
 class Locate(Item, tag=21, frozen=True):

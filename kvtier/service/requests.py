@@ -72,7 +72,7 @@ class EngineRequests:
     def _end(self, item: wire.End, unpack: Unpack, now: float) -> None:
         prompt = None
         if item.prompt is not None:
-            prompt = self._join(item.request, True, item.more, unpack(item.prompt))
+            prompt = self._join(item.request, True, item.more, item.prompt.unpack())  # keys of any group, or hashes
         if item.more:
             return
         self._forget(item.request, False)

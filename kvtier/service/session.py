@@ -124,9 +124,9 @@ class Session:
     def _ask(self, item: wire.Ask, now: float) -> None:
         keys = self._keys(item.keys)
         if self.serves:
-            self.leasing.ask(item, keys, now)
+            self.leasing.lookups.take(item, keys, now)
         else:
-            self.leasing.answer_missing(item.number, len(keys))
+            self.leasing.lookups.refuse(item, len(keys))
 
     def _reserve(self, item: wire.Reserve, now: float) -> None:
         keys = self._keys(item.keys)
@@ -138,9 +138,9 @@ class Session:
     def _look(self, item: wire.Look, now: float) -> None:
         keys = self._keys(item.keys)
         if self.serves:
-            self.leasing.look(item, keys, now)
+            self.leasing.lookups.take(item, keys, now)
         else:
-            self.leasing.answer_missing(item.number, len(keys))
+            self.leasing.lookups.refuse(item, len(keys))
 
     def _locate(self, item: wire.Locate, now: float) -> None:
         keys = self._keys(item.keys)

@@ -61,12 +61,14 @@ PROTOCOL = 1
 class Ask(Item, tag=1, frozen=True):
     """Look these keys of a request up; `number` comes back in `Found`.
 
-    What is in rows is leased to the request at once, as far as the engine's bound goes. Nothing is promoted.
+    What is in rows is leased to the request at once, as far as the engine's bound goes. Nothing is promoted. With
+    `more` its keys go on in the next `Ask`, which has a number of its own, and the answers come after the last of them.
     """
 
     request: str
     number: int
     keys: Keys
+    more: bool = False
 
 
 class Reserve(Item, tag=2, frozen=True):
@@ -243,11 +245,15 @@ LEASED, PENDING, MISSING, UNKNOWN, IN_ROW, LATE = range(6)
 
 
 class Found(Item, tag=32, frozen=True):
-    """The state of each key of an `Ask` or `Reserve`, one byte each, and the places of the leased ones."""
+    """The state of each key of an `Ask`, `Look` or `Reserve`, one byte each, and the places of the leased ones.
+
+    With `more` another one follows once tiers have answered: with the states of the keys that are UNKNOWN in this one.
+    """
 
     number: int
     states: bytes
     places: Places
+    more: bool = False
 
 
 class Ended(Item, tag=33, frozen=True):

@@ -330,7 +330,6 @@ class SimulatedEngineLife:
         found = self.core.lookup(request, keys)
         if LookupResult.RETRY in found and request.served:
             self.core.ask(request, keys)
-            self.core.ask_again(request, keys)
         if self.rng.random() < 0.1:
             request.release()
         elif LookupResult.HIT_PENDING in found and request.served:

@@ -91,9 +91,7 @@ class ClientDriver:
         return self._core.request(request_id, (), info)
 
     def look_up(self, request: ClientRequest, keys: Sequence[OffloadKey], *, ask: bool = False) -> list[LookupResult]:
-        """Presence of each key: RETRY where it is not known yet. With `ask` what a tier had yet to say is asked."""
-        if ask:
-            self._core.ask_again(request, keys)
+        """Presence of each key: RETRY where it is not known yet, and then it comes by itself."""
         return self.client.lookup(request, keys)
 
     def storable(self, request: ClientRequest | None, keys: Sequence[OffloadKey]) -> tuple[list[OffloadKey], int]:
