@@ -293,6 +293,9 @@ class ControlPlane(Recipient):
         self._open.begin(job)
         if now >= self._tick_at:
             self._tick(now)
+        blocks = self.control.group_blocks[JobKind.STORE]
+        for group in job.gpu_groups:
+            blocks[group.group] += len(group.keys)
         store = LentStore(self._demotions, self._factor, job, now, next(self._ages))
         self._open.add(store)
         store.advance(now)
