@@ -166,7 +166,8 @@ class EngineCore:
         self._unsure: dict[JobId, None] = {}
         self._resetting = self._loads = 0
         self._number = self._last_job = 0
-        self._wanted = self._stored = 0
+        self._wanted = self._stored = self._needed = 0
+        self._needs = False
 
     @property
     def serves(self) -> bool:
@@ -357,6 +358,9 @@ class EngineCore:
         With `waits` they count once `end_store` was called too.
         """
         self._stored += job.num_blocks
+        if self._needed:  # of this store; another one that waits says so
+            self._needed = 0
+            self.say(wire.Want(self._wanted))
         places = []
         for group in job.gpu_groups:
             count = min(len(group.keys), len(self._lent)) if self.serves else 0
@@ -522,9 +526,18 @@ class EngineCore:
         """Ask for rows ahead: twice what was stored since the last call, and some at least. Once in a while."""
         wanted = max(LENT_MIN, 2 * self._stored)
         self._stored = 0
-        if self.connected and wanted != self._wanted:
-            self._wanted = wanted
-            self.out.append(wire.Want(wanted))
+        needed = self._needed if self._needs else 0
+        self._needs = False
+        if self.connected and (wanted, needed) != (self._wanted, self._needed):
+            self._wanted, self._needed = wanted, needed
+            self.out.append(wire.Want(wanted, needed))
+
+    def need_rows(self, count: int) -> None:
+        """A store waits for so many rows. It is said once a second that it still does."""
+        self._needs = True
+        if self.connected and count > self._needed:
+            self._needed = count
+            self.out.append(wire.Want(self._wanted, count))
 
     def lose(self) -> None:
         """The connection has ended: nothing is leased or lent any more."""
@@ -532,7 +545,7 @@ class EngineCore:
         self.out.clear()
         self._void()
         self._lent.clear()
-        self._resetting = self._wanted = self._loads = 0
+        self._resetting = self._wanted = self._needed = self._loads = 0
         for state in list(self._jobs.values()):
             if state.job.kind is JobKind.STORE:
                 for position in state.copied:

@@ -91,14 +91,15 @@ class SchedulerClient:
         self._send()
         return request
 
-    def lookup(self, request: ClientRequest, keys: Sequence[OffloadKey]) -> list[LookupResult]:
+    def lookup(self, request: ClientRequest, keys: Sequence[OffloadKey], ask: bool = True) -> list[LookupResult]:
         """Presence of the keys of a request: RETRY where no answer has come within a millisecond.
 
-        One lookup of a step waits, once.
+        One lookup of a step waits, once. With `ask` it is asked what was not asked before.
         """
         found = self.core.lookup(request, keys)
         if LookupResult.RETRY in found:
-            self.core.ask(request, keys)
+            if ask:
+                self.core.ask(request, keys)
             if self._may_wait and not request.served:
                 self._may_wait = False
                 self._wait_for_answers(request)

@@ -248,6 +248,8 @@ class Transfers:
             transfer.stop(dropped(DropReason.TIER_DOWN))
             return
         count = min(core.room, len(transfer.todo))
+        if count < len(transfer.todo):
+            core.need_rows(min(len(transfer.todo), self._rows))
         if count:
             positions = sorted(transfer.todo.pop() for _ in range(count))
             self._begin(transfer, positions)

@@ -36,10 +36,14 @@ class JobPart:
 
 
 class Copying:
-    """The copies of one engine. `out` takes its answers; `end_fill` is called when a fill has been reported by all."""
+    """The copies of one engine. `out` takes its answers; `end_fill` is called when a fill has been reported by all.
+
+    `needed`: rows that the engine needs now, beside those that are lent ahead.
+    """
 
     def __init__(self, pool: PoolState, out: list[Item], end_fill: Callable[[Copy], None]) -> None:
         self.lent: dict[int, int] = {}
+        self.needed = 0
         self.rows = 0
         self._pool = pool
         self._out = out
@@ -90,7 +94,8 @@ class Copying:
     def take_excess(self, wanted: int) -> int:
         """The rows lent that are to come back: so many, and those beyond a bound that has become less; once until some
         have come."""
-        excess = max(len(self.lent) - self._pool.quotas.lent_most, min(wanted, len(self.lent)))
+        most = max(self._pool.quotas.lent_most, min(self.needed, self._pool.quotas.pinned_most))
+        excess = max(len(self.lent) - most, min(wanted, len(self.lent)))
         if excess <= 0 or self._recalled:
             return 0
         self._recalled = True

@@ -167,7 +167,7 @@ class Session:
         self.copying.take_back(item.places)
 
     def _want(self, item: wire.Want, now: float) -> None:
-        self._wanted = max(0, item.rows)
+        self._wanted, self.copying.needed = max(0, item.rows), max(0, item.needed)
 
     def _announce(self, item: wire.Announce, now: float) -> None:
         keys = self._keys(item.keys)
@@ -301,12 +301,12 @@ class Session:
 
     @property
     def rows_wanted(self) -> int:
-        """Rows that the engine would like to be lent, and may be."""
-        if not self.serves:
+        """Rows that the engine would like to be lent, and may be: none while a reservation of it lacks some."""
+        if not self.serves or self.leasing.rows_wanted_back:
             return 0
         quotas, lent = self._host.quotas, len(self.copying.lent)
-        most = min(self._wanted, quotas.lent_most) - lent
-        return max(0, min(most, quotas.lent_most_of_all - quotas.lent, quotas.pinned_most - self.held))
+        ahead = min(min(self._wanted, quotas.lent_most) - lent, quotas.lent_most_of_all - quotas.lent)
+        return max(0, min(max(ahead, self.copying.needed - lent), quotas.pinned_most - self.held))
 
     @property
     def will_return_rows(self) -> bool:

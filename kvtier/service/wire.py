@@ -120,9 +120,13 @@ class Return(Item, tag=6, frozen=True):
 
 
 class Want(Item, tag=7, frozen=True):
-    """The number of rows that the engine would like to have ahead."""
+    """The number of rows that the engine would like to have ahead.
+
+    `needed`: all rows that it needs now, for stores that wait; it is lent those too, as far as its share of all goes.
+    """
 
     rows: int
+    needed: int = 0
 
 
 class Begin(Item, tag=8, frozen=True):

@@ -21,15 +21,20 @@ from kvtier.service.server import StackServer
 from kvtier.stack import CloseReport, EngineStack, StackParts
 from kvtier.tier.contract import LookupResult
 from kvtier.types.keys import OffloadKey
+from kvtier.types.namespace import Namespace
 
 T = TypeVar("T")
 SECONDS = 60.0
+IDLE_SECONDS = 3600.0
 
 
 class ServedHere:
-    """A private stack process in a thread, with these parts: `start` returns its socket; it ends with its engine."""
+    """A private stack process in a thread: `start` returns its socket; it ends with its last engine.
 
-    def __init__(self, parts: StackParts, path: str) -> None:
+    `parts` makes the parts of its stack for a namespace.
+    """
+
+    def __init__(self, parts: Callable[[Namespace], StackParts], path: str) -> None:
         self.parts, self.path = parts, path
         self.server: StackServer | None = None
         self.thread = LoopThread("served-stack", "stack process")
@@ -44,10 +49,20 @@ class ServedHere:
         return self.path
 
     async def _serve(self) -> None:
-        async with StackServer(lambda namespace: self.parts, self.path) as self.server:
+        async with StackServer(self.parts, self.path) as self.server:
             self.server.ends_with_engines = True
-            await self.server.wait_idle(SECONDS)
+            await self.server.wait_idle(IDLE_SECONDS)
             assert self.server.withdraw_if_idle()
+
+    @property
+    def pool_opened(self) -> bool:
+        """True once an engine has come."""
+        return self.server is not None and self.server._pool is not None
+
+    @property
+    def is_idle(self) -> bool:
+        """True once its engines have gone."""
+        return self._ended.wait(0.0) or self.run(lambda: self.server is None or not self.server._has_connections)
 
     @property
     def pool(self) -> Any:
@@ -63,14 +78,10 @@ class ServedHere:
         return self.thread.run(called, SECONDS)
 
     def stop(self) -> None:
-        """Wait for its end; close it if its engine did not leave."""
-        if self.server is not None and self.thread.alive and not self._ended.wait(0.0 if self._lives else SECONDS):
+        """Write back and close, as the process does some time after its last engine."""
+        if self.server is not None and self.thread.alive and not self._ended.wait(0.0):
             self.thread.run(self.server.close, SECONDS)
         self.thread.close()
-
-    @property
-    def _lives(self) -> bool:
-        return is_listening(self.path)
 
 
 class ServedStack(ProcessStack):
@@ -78,7 +89,7 @@ class ServedStack(ProcessStack):
 
     def __init__(self, parts: StackParts) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="kvt")
-        self.served = ServedHere(parts, os.path.join(self._folder.name, "socket"))
+        self.served = ServedHere(lambda namespace: parts, os.path.join(self._folder.name, "socket"))
         super().__init__(parts, self.served.start)
 
     def open(self) -> None:

@@ -90,13 +90,21 @@ class ClientDriver:
         """A request, which begins when it is extended."""
         return self._core.request(request_id, (), info)
 
-    def look_up(self, request: ClientRequest, keys: Sequence[OffloadKey], *, ask: bool = False) -> list[LookupResult]:
-        """Presence of each key: RETRY where it is not known yet, and then it comes by itself."""
-        return self.client.lookup(request, keys)
+    def look_up(
+        self, request: ClientRequest | None, keys: Sequence[OffloadKey], *, ask: bool = False
+    ) -> list[LookupResult]:
+        """Presence of each key: RETRY where it is not known yet, and then it comes by itself.
+
+        Keys that were not asked for when their request came are asked for with `ask`, all at once.
+        """
+        return [LookupResult.MISS] * len(keys) if request is None else self.client.lookup(request, keys, ask)
 
     def storable(self, request: ClientRequest | None, keys: Sequence[OffloadKey]) -> tuple[list[OffloadKey], int]:
         """(the keys that are in no row, as far as is known, in order; how many rows can be had now)."""
-        return self._core.storable(request, keys), self._core.room
+        new, room = self._core.storable(request, keys), self._core.room
+        if len(new) > room:
+            self._core.need_rows(len(new))
+        return new, room
 
     def in_rows(self, keys: Sequence[OffloadKey]) -> list[bool | None]:
         """True for a key of this engine that is in a row, None for one on its way into one, False for others."""
