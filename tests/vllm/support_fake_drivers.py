@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import fake_engine
@@ -15,6 +15,7 @@ from support_driver import ServedHere
 from kvtier.config import parse_stack, stack_parts
 from kvtier.engines.vllm import settings
 from kvtier.stack import StackStats
+from kvtier.types.keys import OffloadKey
 
 T = TypeVar("T")
 
@@ -81,6 +82,19 @@ class Drivers:
             assert time.monotonic() < until
             engine.step()
         return model
+
+    def locate(self, engine: FakeEngine, keys: Sequence[OffloadKey]) -> list[str | None]:
+        """The highest tier that has each key."""
+        found: list[str | None] = self.call(engine, self.stack_of(engine).locate, keys)
+        return found
+
+    @staticmethod
+    def eventually(engine: FakeEngine, true: Callable[[], object]) -> None:
+        """Step until a condition holds: what an engine says reaches a stack process after its step."""
+        until = time.monotonic() + 60.0
+        while not true():
+            assert time.monotonic() < until
+            engine.step()
 
     def of_engine(self, request_id: str) -> str:
         """A request's id as its engine has it: a stack process puts the number of the engine before it."""

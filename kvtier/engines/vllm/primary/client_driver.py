@@ -24,7 +24,7 @@ from kvtier.engines.vllm.primary.wire import NO_REPORT
 from kvtier.engines.vllm.settings import EnginePlan, engine_identity
 from kvtier.errors import ConfigError, ResourceError
 from kvtier.service import wire
-from kvtier.stack import StackStats
+from kvtier.stack import StackStats, TierStats
 from kvtier.tier.contract import LookupResult
 from kvtier.types.events import OffloadingEvent
 from kvtier.types.hints import KVHint
@@ -36,6 +36,7 @@ from kvtier.types.requests import RequestInfo
 IDLE_SECONDS = 0.002
 IDENTITY_SECONDS = 10.0
 """How long a start waits for the name of the weights, which takes as long as reading them, the first time."""
+EVICTED, RECOVERED = "kvtier_evicted_blocks_total", "kvtier_recovered_blocks"
 _log = logging.getLogger(LOGGER)
 
 
@@ -56,6 +57,7 @@ class ClientDriver:
         self._held_back = False
         self._question = 0
         self._unsure: dict[OffloadKey, JobId] = {}
+        self._tiers: dict[str, TierStats] = {}
         try:
             self._naming.begin(self.client.wait_notes())
             if (named := self._naming.take(IDENTITY_SECONDS)) is not None:
@@ -226,14 +228,25 @@ class ClientDriver:
         core = self._core
         if core.series:
             series, core.series = core.series, []
+            self._note(series)
             return counted(series)
         if core.connected and not core.stats_pending and meter.is_due():
             core.ask_stats()
         return None
 
+    def _note(self, series: Sequence[wire.MetricSeries]) -> None:
+        for each in series:
+            if each.name in (EVICTED, RECOVERED):
+                (tier,) = each.labels
+                before, count = self._tiers.get(tier, TierStats()), int(each.values[0])
+                if each.name == EVICTED:
+                    self._tiers[tier] = replace(before, evictions=before.evictions + count)
+                else:
+                    self._tiers[tier] = replace(before, recovered=count)
+
     def stats(self) -> StackStats:
-        """Figures of every tier."""
-        return StackStats({}, 0)
+        """Figures of every tier, as far as `UnservedRequests` goes by them and they have come."""
+        return StackStats(dict(self._tiers), 0)
 
     def close(self) -> None:
         """Disconnect; the stack process goes on until its last engine has gone."""
