@@ -47,7 +47,7 @@ QUICK = {
     "disk full": 1,
     "stale snapshot": 4,
     "asyncio cancel": 16,
-    "leaks and soak": 4,
+    "leaks and soak": 8,
     "simulated world": 24,
     "simulated shared root": 15,
     "the harness itself": 900,
