@@ -73,6 +73,11 @@ class SwitchedFolder:
     switch: Switch
 
 
+def _environment() -> dict[str, str]:
+    """Variables by which mfusepy takes libfuse 3 where libfuse 2 is installed too."""
+    return {"FUSE_LIBRARY_NAME": "fuse3", **os.environ}
+
+
 def without_fuse() -> str | None:
     """Why no FUSE file system can be made here, if so."""
     if without_root():
@@ -82,7 +87,7 @@ def without_fuse() -> str | None:
     if importlib.util.find_spec("mfusepy") is None:
         return "needs the Python package mfusepy"
     code = "import sys, mfusepy; sys.exit(mfusepy.fuse_version_major < 3)"
-    looked = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True)
+    looked = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, env=_environment())
     return "needs libfuse 3 (Debian: libfuse3-3, fuse3)" if looked.returncode else None
 
 
@@ -100,7 +105,7 @@ def switched(machine: Machine, folder: Path) -> Iterator[SwitchedFolder]:
     switch = Switch(folder / "switch")
     command = [sys.executable, str(Path(__file__).with_name("fuse_server.py")), behind, mount, folder / "switch"]
     with open(said, "wb") as words:
-        server = subprocess.Popen(command, stdout=words, stderr=words)
+        server = subprocess.Popen(command, stdout=words, stderr=words, env=_environment())
     with machine.changed("kill", str(server.pid), guard.birth(server.pid)):
         try:
             _wait_for(mount, server, said)

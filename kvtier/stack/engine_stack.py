@@ -225,7 +225,7 @@ class EngineStack(StackCore):
             if self._thread.alive:
                 self._thread.call_soon(self._waker.detach)
         finally:
-            if self._thread.close(CLOSE_GRACE_SECONDS):
+            if self._thread.close(min(CLOSE_GRACE_SECONDS, self._settings.tier_close_seconds)):
                 self._waker.detach()  # where the loop did not
 
     def _run(self, work: Callable[[], Coroutine[Any, Any, T]], timeout_seconds: float | None = None) -> T:

@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from support_counts import count
+from support_counts import count, full_alone
 from support_servers import needs_server
 
 import simulator
@@ -29,26 +29,30 @@ LONG_ALONE = (
     *("fork over s3", "fork over mooncake", "fork over redis TLS", "azure emulator", "write budget of s3"),
 )
 """Attacks whose normal count is no part of the test run: see docs/faults.md."""
+FULL_ALONE = (
+    *("valkey cluster behind a proxy", "valkey over a bad network", "valkey full", "fork over valkey"),
+    *("no inodes", "XFS with reflinks", "frozen neighbour in a stack", "bounds of answers"),
+)
+"""Attacks close to another one of the test run: its count is theirs in full runs."""
 QUICK = {
     "lying records": 300,
     "bit flips": 700,
     "namespace skew": 48,
-    "kill -9 slab": 50,
-    "kill -9 files": 50,
+    "kill -9 slab": 30,
+    "kill -9 files": 30,
+    "wrong file": 64,
     "reset, then crash": 1,
     "late writes": 10,
     "btrfs": 1,
-    "XFS with reflinks": 1,
     "disk full": 1,
-    "no inodes": 1,
     "stale snapshot": 4,
     "asyncio cancel": 16,
     "leaks and soak": 8,
-    "simulated world": 40,
+    "simulated world": 24,
     "simulated shared root": 15,
     "the harness itself": 900,
     "random operations": 3,
-    "N-th I/O fails": 12,
+    "N-th I/O fails": 8,
     "names of others in shared memory": 1,
     "servers that lie": 3,
     "hosts on valkey": 4,
@@ -64,6 +68,8 @@ def marks_of(attack: Attack) -> list[pytest.MarkDecorator]:
         marks.append(pytest.mark.long)
     if attack.name in QUICK:
         marks.append(pytest.mark.full)
+    if attack.name in FULL_ALONE:
+        marks += full_alone()
     if attack.missing is without_mooncake:
         marks.append(pytest.mark.mooncake)
     if attack.missing is without_azurite:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from support_counts import fully
 from support_paths import PROJECT
 
 ROOT = PROJECT
@@ -82,6 +83,7 @@ def test_the_wheel_holds_the_packages_their_types_and_the_licence_and_nothing_el
     assert not any(name.endswith((".pyc", ".yaml")) for name in names)
 
 
+@fully
 def test_without_a_compiler_the_wheel_is_for_every_platform(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: Installed
 ) -> None:
@@ -100,6 +102,7 @@ def test_without_a_compiler_the_wheel_is_for_every_platform(
 NEED_ENGINES = ("kvtier.engines.vllm", "kvtier.engines.sglang", "kvtier.engines.lmcache")
 
 
+@fully
 def test_every_module_of_the_wheel_imports_from_the_wheel(installed: Installed) -> None:
     code = f"""
 import importlib, pkgutil

@@ -13,6 +13,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from support_counts import fully
 from support_paths import SUPPORT
 from support_valkey import Server, stack_tier, valkey_server
 
@@ -150,6 +151,7 @@ def run(seed: int, steps: int, trees: list[Path], server: Server, folder: Path) 
     return fleet.found
 
 
+@fully
 def test_hosts_of_two_releases_find_no_other_weights(earlier, server, tmp_path):
     trees = [earlier, ROOT, earlier, ROOT]
     assert run(1, 40, trees, server, tmp_path) > 0

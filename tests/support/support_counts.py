@@ -23,6 +23,18 @@ def count(full: int, quick: int) -> int:
     return full if _chosen["full"] else quick
 
 
+def full_alone() -> list[pytest.MarkDecorator]:
+    """Marks of what runs with `-m full` alone."""
+    return [pytest.mark.full, pytest.mark.skipif(not _chosen["full"], reason="runs with -m full, as .ci/run does")]
+
+
+def fully(test: Test) -> Test:
+    """A test that runs with `-m full` alone."""
+    for mark in full_alone():
+        test = mark(test)
+    return test
+
+
 def examples(full: int, **more: Any) -> Callable[[Test], Test]:
     """Hypothesis settings of a test with `full` examples, a quarter of them in a quick run, and the marker `full`."""
     limits = limits_of(full, **more)

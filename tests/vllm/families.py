@@ -181,7 +181,7 @@ class Row:
 
     `parts` are folders, the model's or others beside it, and what `family_models.py` makes there; `{folder}` in
     arguments is where they are. `control` goes with the questions of a second control, which are those measured.
-    `exception` is why less comes back, or another output; in a release of vLLM alone with `only_in`.
+    `exception` is why less comes back, or another output.
     """
 
     name: str
@@ -191,11 +191,6 @@ class Row:
     control: dict[str, Any] | None = None
     parts: dict[str, str] = field(default_factory=dict)
     exception: str = ""
-    only_in: str = ""
-
-    def exception_in(self, release: str) -> str:
-        """The exception, as far as it is one of this release."""
-        return self.exception if release.startswith(self.only_in) else ""
 
 
 def plain(name: str, family: Family) -> Row:
@@ -217,7 +212,6 @@ def drafts(method: str, **config: Any) -> dict[str, Any]:
 
 OFF = "vLLM leaves `enable_prefix_caching` off for models of states alone; set it to `true`"
 MTP = drafts("mtp", num_speculative_tokens=1)
-DRAFTS = {"exception": "vLLM 0.33 offloads no last block where a draft has layers of its own", "only_in": "0.33"}
 
 
 def settings() -> list[Row]:
@@ -227,12 +221,12 @@ def settings() -> list[Row]:
     return [
         setting("llama, fp8 keys and values", "llama", {"kv_cache_dtype": "fp8"}),
         setting("llama, n-gram speculation", "llama", drafts("ngram", prompt_lookup_max=3)),
-        setting("llama, EAGLE", "llama", drafts("eagle", model="{folder}/eagle"), parts={"eagle": "eagle"}, **DRAFTS),
+        setting("llama, EAGLE", "llama", drafts("eagle", model="{folder}/eagle"), parts={"eagle": "eagle"}),
         setting("llama, draft model", "llama", drafts("draft_model", model="{folder}/draft"), parts={"draft": "llama"}),
         setting(
             "llama, LoRA", "llama", lora, ask={"adapter": "{folder}/adapter"}, control={}, parts={"adapter": "adapter"}
         ),
-        setting("glm4_moe, MTP", "glm4_moe", MTP, parts={"model": "mtp"}, **DRAFTS),
+        setting("glm4_moe, MTP", "glm4_moe", MTP, parts={"model": "mtp"}),
         setting("ultravox", "llama", sounds, ask={"do": "listen"}, parts={"model": "ultravox"}),
         setting("llama, cache salt", "llama", {}, ask={"salt": "a tenant"}),
         setting("llama, embedding", "llama", {"runner": "pooling", "convert": "embed"}, ask={"do": "embed"}),

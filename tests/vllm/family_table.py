@@ -171,7 +171,7 @@ def run(row: Row, gpu: bool) -> str:
         except (AssertionError, RuntimeError) as failure:
             print(f"{row.name}: RED: {failure}", flush=True)
             return ""
-    faults = found.faults(row.exception_in(release()))
+    faults = found.faults(row.exception)
     print(f"{row.name}: {found.cell()}{' RED: ' if faults else ''}{'; '.join(faults)}", flush=True)
     return "" if faults else found.cell()
 

@@ -162,8 +162,10 @@ def test_a_workload_hits_what_a_replay_hits(name: str, tmp_path: Path, where: Wh
 
 
 @pytest.mark.parametrize("name", FOLLOWING)
-def test_what_follows_requests_hits_what_a_replay_hits(name: str, tmp_path: Path, where: Where, seed: int) -> None:
-    trace = write_conversations(tmp_path / "trace.jsonl", seed, 300)
+def test_what_follows_requests_hits_what_a_replay_hits(
+    name: str, tmp_path: Path, where: Where, seed: int, dial: Callable[[int, int], int]
+) -> None:
+    trace = write_conversations(tmp_path / "trace.jsonl", seed, 300 if name in NOT_WRITTEN else dial(300, 150))
     options = ReplayOptions(
         stack=write_stack(tmp_path, name), trace=trace, block_tokens=16, block_bytes=BLOCK_BYTES, gpu_blocks=20
     )

@@ -93,8 +93,12 @@ class BlockSteps:
                 return
             try:
                 outcome = await self._move(block, current)
-            finally:
+            except asyncio.CancelledError:
+                raise  # the loop ends: a disk that hangs must not keep it, and I/O may still use the file and the page
+            except BaseException:
                 await self._release(block)
+                raise
+            await self._release(block)
             block.end(outcome)
 
     def _gate(self, block: Block) -> TransferLimit:

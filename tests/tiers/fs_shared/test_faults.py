@@ -221,6 +221,36 @@ async def test_close_reports_what_is_stuck_and_ends_at_its_deadline(tmp_path):
         assert block_files(tmp_path) + temporaries(tmp_path) == [], "a job that was told late leaves nothing"
 
 
+async def test_a_loop_ends_while_the_disk_under_a_store_hangs(tmp_path):
+    """What `asyncio.run` does at the end: it cancels what still runs, and waits for it."""
+    engine, thawed, settings = FaultyEngine(), threading.Event(), options(tmp_path / "root", close_timeout_seconds=0.1)
+    async with open_files(settings, hooks=hooks(engine)) as tier:
+        engine.hold = lambda request: True
+        storing = asyncio.create_task(tier.store(keys(3)))
+        while len(engine.held) < 3:
+            await engine.holding.wait()
+            await asyncio.sleep(0)
+        root = tier.backend._root
+        calls = [root.files.submit(thawed.wait) for _ in range(root.files._limit)]
+        try:
+            await tier.backend.close()
+            moving = list(tier.backend._moving)
+            assert (len(moving), await storing) == (3, [LATE] * 3)
+            for task in moving:
+                task.cancel()
+            ended, _ = await asyncio.wait(moving, timeout=20)
+            assert ended == {*moving}
+        finally:
+            thawed.set()
+        for call in calls:
+            await asyncio.wrap_future(call)
+        engine.let_go()
+        while engine.running:
+            await asyncio.sleep(0)
+        await tier.backend.close()
+        assert tier.counters["close.stuck"] == 0
+
+
 class FrozenFolder(TreeFolder):
     """A root whose file system stands still until `thawed` is set: whoever asks for an epoch waits."""
 

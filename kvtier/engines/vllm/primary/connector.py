@@ -29,14 +29,14 @@ class KVTierConnector(OffloadingConnector):  # type: ignore[misc]
     `shared_prefix_boundary`, vLLM's own name for it. So its windows and states there are stored, and the third request
     continues from them. `"shared_prefixes": false` turns it off.
 
-    It also looks for no more of a window than is stored, see `fit_windows`.
+    It also looks for no more of a prefix than is stored, see `fit_groups`.
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._prefixes: StoredPrefixes | SeenPrefixes | None = None
         if role is KVConnectorRole.SCHEDULER:
-            fit_windows(self.connector_scheduler)
+            fit_groups(self.connector_scheduler)
             if shares_prefixes(vllm_config.kv_transfer_config):
                 self._prefixes = shared_prefixes(self.connector_scheduler)
 
@@ -106,12 +106,16 @@ class SeenPrefixes:
         return keys[: request.num_prompt_tokens // self._tokens]
 
 
-def fit_windows(scheduler: Any) -> None:
-    """Have lookups want as many blocks of a window as vLLM stores and loads: those of the window without its own token.
+def fit_groups(scheduler: Any) -> None:
+    """Have lookups want as many blocks as vLLM stores and loads.
 
-    vLLM's lookup wants one more where the window is a multiple of the block and one, such as 4,097 tokens: it finds
-    nothing where only the end of a prompt is stored. For other windows both numbers are the same. What a prompt that
-    ends within a block needs besides, vLLM adds itself.
+    Of a window those without its own token. vLLM's lookup wants one more where the window is a multiple of the block
+    and one, such as 4,097 tokens: it finds nothing where only the end of a prompt is stored. For other windows both
+    numbers are the same. What a prompt that ends within a block needs besides, vLLM adds itself.
+
+    Of a group that holds layers of an EAGLE or MTP draft the blocks that are loaded. vLLM 0.33 wants one more and drops
+    the last, because the draft's entry of its last token depends on the next one. A stale entry costs the draft a guess
+    at most: the model verifies each. vLLM 0.33 itself drops none where it knows of no such group.
     """
     groups = []
     for group in scheduler.config.kv_group_configs:
@@ -119,7 +123,7 @@ def fit_windows(scheduler: Any) -> None:
         if isinstance(spec, SlidingWindowSpec):
             needed = spec.sliding_window - 1 + spec.extra_retained_tokens
             group = group._replace(sliding_window_size_in_chunks=max(1, -(-needed // group.tokens_per_chunk)))
-        groups.append(group)
+        groups.append(group._replace(is_eagle_group=False))
     scheduler.config = scheduler.config._replace(kv_group_configs=tuple(groups))
 
 
