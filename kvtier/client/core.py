@@ -7,16 +7,19 @@ Items to send wait in `out` until the engine's step sends them; `take_in` is giv
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, fields
 from errno import ESTALE
-from itertools import chain
+from functools import lru_cache
+from itertools import chain, islice
 from typing import Any
+
+import numpy as np
 
 from kvtier.service import wire
 from kvtier.service.wire import ITEM_KEYS_MAX, LEASED, PENDING, UNKNOWN, Item, Keys, Places, split
 from kvtier.tier.contract import LookupResult
-from kvtier.types.arrays import IntArray, int_array
+from kvtier.types.arrays import int_array
 from kvtier.types.events import OffloadingEvent
 from kvtier.types.jobs import (
     MISSING,
@@ -343,11 +346,11 @@ class EngineCore:
         places = [[request.leased.get(key) for key in group.keys] for group in job.gpu_groups]
         part = self._begin(job, places, MISSING)
         if part is not None:
-            rows, generations = _flat(part)
-            for first in range(0, len(rows), ITEM_KEYS_MAX):
+            there = [place for found in places for place in found if place is not None]
+            for first in range(0, len(there), ITEM_KEYS_MAX):
                 end = first + ITEM_KEYS_MAX
-                places_now = Places.of(rows[first:end], generations[first:end])
-                self.out.append(wire.Load(job.job_id, request.id, places_now, more=end < len(rows)))
+                places_now = Places.of(*zip(*there[first:end], strict=True))
+                self.out.append(wire.Load(job.job_id, request.id, places_now, more=end < len(there)))
             request.present.update(chain.from_iterable(group.keys for group in part.groups))
             self._forget(request)
         return part
@@ -361,23 +364,30 @@ class EngineCore:
         if self._needed:  # of this store; another one that waits says so
             self._needed = 0
             self.say(wire.Want(self._wanted))
-        places = []
+        taken, places = self._take_lent(job.num_blocks), []
+        end = 0
         for group in job.gpu_groups:
-            count = min(len(group.keys), len(self._lent)) if self.serves else 0
-            places.append([*self._lent[:count], *[None] * (len(group.keys) - count)])
-            del self._lent[:count]
+            first, end = end, end + len(group.keys)
+            found: list[tuple[int, int] | None] = [*taken[first:end]]
+            places.append(found + [None] * (end - first - len(found)))
         part = self._begin(job, places, dropped(DropReason.NO_ROW))
         if part is not None:
-            rows, generations = _flat(part)
-            keys = list(chain.from_iterable(group.keys for group in part.groups))
+            keys = part.groups[0].keys if len(part.groups) == 1 else tuple(_keys_of(part))
             for first, some in split(keys):
                 end = first + len(some)
-                places_now = Places.of(rows[first:end], generations[first:end])
+                places_now = Places.of(*zip(*taken[first:end], strict=True))
                 self.out.append(wire.Fill(job.job_id, Keys.of(some), places_now, end < len(keys), waits))
             self._filled.update(dict.fromkeys(keys, False))
             if waits:
                 self._unsure[job.job_id] = None
         return part
+
+    def _take_lent(self, count: int) -> list[tuple[int, int]]:
+        """Up to so many of the rows that are lent."""
+        lent = self._lent if self.serves else []
+        taken = lent[:count]
+        del lent[:count]
+        return taken
 
     def end_store(self, job: JobId, errno: int) -> None:
         """A store that waits has ended; with an errno what it has copied is not what its keys name."""
@@ -389,24 +399,22 @@ class EngineCore:
         self, job: TransferJob, places: list[list[tuple[int, int] | None]], without: BlockOutcome
     ) -> TransferJob | None:
         """Keep the job, with this outcome for blocks without a place; the part of it that has places."""
-        groups, copied, first = [], list[int](), 0
+        groups, outcomes = [], list[BlockOutcome | None]()
         for group, found in zip(job.gpu_groups, places, strict=True):
-            at = [position for position, place in enumerate(found) if place is not None]
-            copied += [first + position for position in at]
-            first += len(group.keys)
             there = [place for place in found if place is not None]
-            if at:
-                rows = int_array([row for row, _ in there]), int_array([generation for _, generation in there])
-                runs = group.runs if len(at) == len(group.keys) else group.runs.select(int_array(at))
-                groups.append(GPUGroup(group.group, tuple(group.keys[i] for i in at), runs, *rows))
-        outcomes: list[BlockOutcome | None] = [without] * first
-        for position in copied:
-            outcomes[position] = None
+            if there:
+                rows = np.array(there, np.int64).T.copy()
+                at = None if len(there) == len(found) else [at for at, place in enumerate(found) if place is not None]
+                keys = group.keys if at is None else tuple(group.keys[i] for i in at)
+                runs = group.runs if at is None else group.runs.select(int_array(at))
+                groups.append(GPUGroup(group.group, keys, runs, rows[0], rows[1]))
+            outcomes += [None if place is not None else without for place in found]
+        copied = [position for position, outcome in enumerate(outcomes) if outcome is None]
         state = self._jobs[job.job_id] = Job(job, outcomes, copied)
         if not groups:
             self._end_job(state)
             return None
-        return replace(job, groups=tuple(groups))
+        return TransferJob(job.job_id, job.kind, tuple(groups), job.deadline, urgent=job.urgent)
 
     def job(self, kind: JobKind, groups: Sequence[GPUGroup]) -> TransferJob:
         """A job with a number of its own."""
@@ -415,8 +423,7 @@ class EngineCore:
 
     def _end_job(self, state: Job) -> None:
         del self._jobs[state.job.job_id]
-        each = iter([outcome or MISSING for outcome in state.outcomes])
-        outcomes = tuple(tuple(next(each) for _ in group.keys) for group in state.job.groups)
+        outcomes = by_groups(state.job, state.outcomes)
         self.results.append(JobResult(state.job.job_id, outcomes, state.bytes_moved))
 
     @property
@@ -435,8 +442,7 @@ class EngineCore:
                 case wire.Ended():
                     self._on_ended(item)
                 case wire.Lent():
-                    rows, generations = item.places.unpack()
-                    self._lent += zip(rows.tolist(), generations.tolist(), strict=True)
+                    self._lent += item.places.pairs()
                 case wire.Revoke():
                     self._on_revoke(item)
                 case wire.Void():
@@ -480,8 +486,7 @@ class EngineCore:
         if item.more:
             self._asked[item.number] = found
             request.updates.add(item.number)
-        rows, generations = item.places.unpack()
-        places = iter(zip(rows.tolist(), generations.tolist(), strict=True))
+        places = iter(item.places.pairs())
         for key, state in zip(keys, item.states, strict=True):
             request.states[key] = state
             if state == LEASED:
@@ -504,21 +509,24 @@ class EngineCore:
         state.runs += item.outcomes
         if item.more:
             return
-        runs = [(count, _outcome(status, reason, errno)) for count, status, reason, errno in state.runs]
-        outcomes = [outcome for count, outcome in runs for _ in range(count)]
-        for position, outcome in zip(state.copied, outcomes, strict=True):
-            state.outcomes[position] = outcome
+        outcomes = list[BlockOutcome]()
+        for count, *said in state.runs:
+            outcomes += [_outcome(*said)] * count
+        if len(outcomes) == len(state.outcomes):
+            state.outcomes[:] = outcomes
+        else:
+            for position, outcome in zip(state.copied, outcomes, strict=True):
+                state.outcomes[position] = outcome
         if state.job.kind is JobKind.STORE:
             self._on_filled(state)
         self._end_job(state)
 
     def _on_filled(self, state: Job) -> None:
         """Keep which blocks are in rows now; the oldest are forgotten."""
-        for key, outcome in zip(chain.from_iterable(g.keys for g in state.job.groups), state.outcomes, strict=True):
-            if key in self._filled:
-                del self._filled[key]
-                if outcome is not None and outcome.ok:
-                    self._filled[key] = True
+        filled = self._filled
+        for key, outcome in zip(_keys_of(state.job), state.outcomes, strict=True):
+            if filled.pop(key, None) is not None and outcome is not None and outcome.ok:
+                filled[key] = True
         while len(self._filled) > FILLED_MAX:
             del self._filled[next(iter(self._filled))]
 
@@ -573,12 +581,17 @@ def _fields(info: RequestInfo | None) -> dict[str, str | int | float | None]:
     return {each.name: value for each in fields(info) if (value := getattr(info, each.name)) != each.default}
 
 
-def _flat(job: TransferJob) -> tuple[IntArray, IntArray]:
-    groups = job.gpu_groups
-    rows = int_array(list(chain.from_iterable(group.rows.tolist() for group in groups)))
-    return rows, int_array(list(chain.from_iterable(group.generations.tolist() for group in groups)))
+def _keys_of(job: TransferJob) -> Iterator[OffloadKey]:
+    return chain.from_iterable(group.keys for group in job.groups)
 
 
+def by_groups(job: TransferJob, outcomes: Sequence[BlockOutcome | None]) -> tuple[tuple[BlockOutcome, ...], ...]:
+    """The outcomes of all blocks of a job, as those of each group; MISSING where there is none."""
+    each = iter([outcome or MISSING for outcome in outcomes])
+    return tuple(tuple(islice(each, len(group.keys))) for group in job.groups)
+
+
+@lru_cache(64)
 def _outcome(status: str, reason: str, errno: int) -> BlockOutcome:
     if status == BlockStatus.FAILED:
         return failed(errno)

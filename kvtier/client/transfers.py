@@ -8,14 +8,15 @@ is dropped for lack of a row, a load is late.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import accumulate, chain, groupby
+from operator import itemgetter
 
 import numpy as np
 
-from kvtier.client.core import ClientRequest, EngineCore
+from kvtier.client.core import ClientRequest, EngineCore, by_groups
 from kvtier.errors import IntegrityError
 from kvtier.service.wire import ITEM_KEYS_MAX, LATE
 from kvtier.types import jobs
@@ -66,7 +67,7 @@ class RunningJob:
     bytes_moved: int = 0
     retry_at: float = -math.inf
     _starts: list[int] = field(init=False)
-    _indexes: list[RunIndex] = field(init=False)
+    _indexes: dict[int, RunIndex] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         groups = self.job.gpu_groups
@@ -75,8 +76,7 @@ class RunningJob:
         self.todo = deque(range(len(self.keys)))
         self.open = len(self.keys)
         sizes = [len(group.keys) for group in groups]
-        self._starts = [sum(sizes[:at]) for at in range(len(sizes))]
-        self._indexes = [RunIndex(group.runs) for group in groups]
+        self._starts = [0, *accumulate(sizes[:-1])]
 
     @property
     def deadline(self) -> float:
@@ -90,9 +90,10 @@ class RunningJob:
 
     def complete(self, positions: Iterable[int], outcome: BlockOutcome) -> None:
         """These blocks have ended."""
+        outcomes = self.outcomes
         for position in positions:
-            if self.outcomes[position] is None:
-                self.outcomes[position] = outcome
+            if outcomes[position] is None:
+                outcomes[position] = outcome
                 self.open -= 1
 
     def stop(self, outcome: BlockOutcome) -> None:
@@ -110,12 +111,16 @@ class RunningJob:
 
     def groups_of(self, positions: Sequence[int]) -> tuple[list[GPUGroup], list[int]]:
         """(the groups of these blocks alone, their positions in the order of the groups)."""
+        if len(positions) == len(self.keys):
+            return list(self.job.gpu_groups), list(positions)
         groups, order = [], list[int]()
         for at, (start, group) in enumerate(zip(self._starts, self.job.gpu_groups, strict=True)):
             mine = [position - start for position in positions if 0 <= position - start < len(group.keys)]
             if len(mine) == len(group.keys):
                 groups.append(group)
             elif mine:
+                if at not in self._indexes:
+                    self._indexes[at] = RunIndex(group.runs)
                 runs = self._indexes[at].select(int_array(mine))
                 groups.append(GPUGroup(group.group, tuple(group.keys[i] for i in mine), runs))
             order += [start + position for position in mine]
@@ -123,9 +128,7 @@ class RunningJob:
 
     def result(self, now: float) -> JobResult:
         """The result, once every block has an outcome."""
-        each = iter([outcome or jobs.MISSING for outcome in self.outcomes])
-        outcomes = tuple(tuple(next(each) for _ in group.keys) for group in self.job.groups)
-        return JobResult(self.job.job_id, outcomes, self.bytes_moved, now - self.begun)
+        return JobResult(self.job.job_id, by_groups(self.job, self.outcomes), self.bytes_moved, now - self.begun)
 
 
 class Transfers:
@@ -269,11 +272,14 @@ class Transfers:
     def _on_part(self, result: JobResult) -> None:
         part = self._parts.pop(result.job_id)
         transfer, outcomes = part.transfer, list(chain.from_iterable(result.outcomes))
-        for position, outcome in zip(part.positions, outcomes, strict=True):
-            transfer.complete((position,), outcome)
-            if outcome in (jobs.LOADED, jobs.STORED):
-                group = key_group(transfer.keys[position])
-                transfer.bytes_moved += self._geometry.kv_bytes_per_offloaded_block(group)
+        for outcome, places in groupby(zip(part.positions, outcomes, strict=True), itemgetter(1)):
+            positions = [position for position, _ in places]
+            transfer.complete(positions, outcome)
+            if outcome.ok and outcome != jobs.PRESENT:
+                moved = Counter(key_group(transfer.keys[position]) for position in positions)
+                transfer.bytes_moved += sum(
+                    count * self._geometry.kv_bytes_per_offloaded_block(group) for group, count in moved.items()
+                )
         if transfer.loads:
             self._rows_left += len(part.positions)
 

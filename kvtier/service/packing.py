@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
 
@@ -75,13 +76,27 @@ class Places(msgspec.Struct, array_like=True, frozen=True):
     @staticmethod
     def of(rows: Sequence[int] | IntArray, generations: Sequence[int] | IntArray) -> Places:
         """These rows, packed."""
-        return Places(np.asarray(rows, np.int32).tobytes(), np.asarray(generations, np.int64).tobytes())
+        return Places(_packed("i", rows), _packed("q", generations))
 
     def unpack(self) -> tuple[IntArray, IntArray]:
         """Rows and generations as int64. Raises WireError unless there are as many of both."""
+        self._check()
+        return np.frombuffer(self.rows, np.int32).astype(np.int64), np.frombuffer(self.generations, np.int64)
+
+    def pairs(self) -> list[tuple[int, int]]:
+        """Each row and its generation. Raises WireError unless there are as many of both."""
+        self._check()
+        rows, generations = memoryview(self.rows).cast("i").tolist(), memoryview(self.generations).cast("q").tolist()
+        return list(zip(rows, generations, strict=True))
+
+    def _check(self) -> None:
         if len(self.rows) % 4 or len(self.generations) != 2 * len(self.rows):
             raise WireError("rows and generations differ in number")
-        return np.frombuffer(self.rows, np.int32).astype(np.int64), np.frombuffer(self.generations, np.int64)
+
+
+def _packed(kind: str, numbers: Sequence[int] | IntArray) -> bytes:
+    """Numbers as an `array` of this kind has them. Few of a list take a third of the time that numpy takes."""
+    return (numbers.astype(kind) if isinstance(numbers, np.ndarray) else array(kind, numbers)).tobytes()
 
 
 def request_name(request_id: str) -> str:

@@ -21,7 +21,7 @@ Raises `WireError` for bytes that are no message of the type that is expected.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import reduce
 from itertools import accumulate, pairwise
 from operator import or_
@@ -456,11 +456,14 @@ class Codec:
         self._decoder = msgspec.msgpack.Decoder(tuple[int, list[one_of]])
 
     @staticmethod
-    def encode(items: Iterable[Item], sequence: int) -> list[bytes]:
+    def encode(items: Sequence[Item], sequence: int) -> list[bytes]:
         """The messages that hold these items, in order, numbered from `sequence` on.
 
         Raises WireError for an item that no message holds: `split` it first.
         """
+        whole = _ENCODER.encode((sequence, items))
+        if len(whole) <= MESSAGE_BYTES_MAX:
+            return [whole] if items else []
         encoded = list(map(_ENCODER.encode, items))
         if any(len(one) + _HEAD_BYTES > MESSAGE_BYTES_MAX for one in encoded):
             raise WireError(f"an item of {max(map(len, encoded))} bytes fits no message")
