@@ -293,11 +293,14 @@ def test_a_shared_tier_answers_between_steps(face):
     second, (two,) = engine_stack(face, other, 16, {"type": "shared"})
     two.kept = one.kept
     with second:
-        assert second.lookup(keys(10)) == [LookupResult.RETRY] * 10
-        second.step()
-        assert second.wait(20.0)
-        second.step()
-        assert presence(second, keys(10)) == [LookupResult.HIT_PENDING] * 8 + [LookupResult.MISS] * 2
+        found = second.lookup(keys(10))
+        assert found == [LookupResult.RETRY] * 10 or face is ServedStack, "which may answer within a millisecond"
+        while LookupResult.RETRY in found:
+            second.step()
+            assert second.wait(20.0)
+            second.step()
+            found = second.lookup(keys(10))
+        assert found == [LookupResult.HIT_PENDING] * 8 + [LookupResult.MISS] * 2
         assert load(second, other, whole(keys(8))) == ["loaded"] * 8
 
 
