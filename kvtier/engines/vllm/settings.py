@@ -8,7 +8,7 @@ import yaml
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvtier.client.connection import Identity
-from kvtier.client.private import private_socket
+from kvtier.client.private import PrivateStack
 from kvtier.config import StackConfig, load_stack, parse_stack
 from kvtier.engines.engine_memory.options import RESTART_SECONDS
 from kvtier.engines.engine_release import UNTESTED_KEY
@@ -118,8 +118,9 @@ def engine_identity(plan: EnginePlan) -> Identity:
 
     Raises ConfigError if it cannot be started.
     """
-    path = private_socket(plan.stack.model_dump_json(exclude_unset=True), plan.stack.runtime_dir)
-    return Identity(path, plan.namespace, plan.engine_id, plan.engine_id)
+    private = PrivateStack(plan.stack.model_dump_json(exclude_unset=True), plan.stack.runtime_dir)
+    private.start()
+    return Identity(private.path, plan.namespace, plan.engine_id, plan.engine_id, private)
 
 
 def _gpu_options(described: StackConfig) -> TierOptions:

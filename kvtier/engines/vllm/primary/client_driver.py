@@ -37,13 +37,17 @@ IDLE_SECONDS = 0.002
 IDENTITY_SECONDS = 10.0
 """How long a start waits for the name of the weights, which takes as long as reading them, the first time."""
 EVICTED, RECOVERED = "kvtier_evicted_blocks_total", "kvtier_recovered_blocks"
+FORGOTTEN_TURNS = 16
+"""Turns after a reset, two a step, after which workers have ended all copies of before: vLLM has two steps in flight,
+and has them wait for those copies in the first one."""
 _log = logging.getLogger(LOGGER)
 
 
 class ClientDriver:
     """Calls of the scheduler's thread alone; nothing waits but a step's first lookup, for a millisecond.
 
-    A hit is a row leased to its request. Workers report the ends of copies themselves.
+    A hit is a row leased to its request. Workers report the ends of copies themselves. When the stack process has ended
+    all is a miss, until another one serves; vLLM says here which loads have ended, so that none finds its rows gone.
     """
 
     def __init__(self, plan: EnginePlan, events: bool) -> None:
@@ -54,10 +58,14 @@ class ClientDriver:
         self.measures_prefill = plan.stack.prefill_tokens_per_second == "measured"
         self._core = self.client.core
         self._naming = Naming(plan.namespace)
-        self._held_back = False
+        self._held_back = ""
         self._question = 0
+        self._is_unsure_of_weights = False
         self._unsure: dict[OffloadKey, JobId] = {}
         self._tiers: dict[str, TierStats] = {}
+        self._loads: dict[str, JobId] = {}
+        self._forgotten: list[JobId] = []
+        self._forgotten_turns = 0
         try:
             self._naming.begin(self.client.wait_notes())
             if (named := self._naming.take(IDENTITY_SECONDS)) is not None:
@@ -75,7 +83,7 @@ class ClientDriver:
     @property
     def serves(self) -> bool:
         """True if blocks may be found and stored now: not before it is known whose weights they are of."""
-        return self._core.serves and not self._question
+        return self._core.serves and not (self._question or self._is_unsure_of_weights)
 
     @property
     def will_serve(self) -> bool:
@@ -116,7 +124,10 @@ class ClientDriver:
 
     def begin_load(self, request: ClientRequest, groups: Sequence[GPUGroup]) -> TransferJob | None:
         """Begin to copy blocks out of rows leased to the request; None, or a part, if some are not."""
-        return self._core.begin_load(self._core.job(JobKind.LOAD, groups), request)
+        copy = self._core.begin_load(self._core.job(JobKind.LOAD, groups), request)
+        if copy is not None:
+            self._loads[request.id] = copy.job_id
+        return copy
 
     def begin_store(self, groups: Sequence[GPUGroup], waits: bool) -> TransferJob | None:
         """Begin to copy blocks into rows; None, or a part of them, if there are too few.
@@ -128,12 +139,15 @@ class ClientDriver:
             self._unsure.update((key, copy.job_id) for group in copy.groups for key in group.keys)
         return copy
 
-    def number(self, copy: TransferJob | None) -> int:
-        """The number by which workers report the end of a copy."""
-        return NO_REPORT if copy is None else copy.job_id
+    def name(self, copy: TransferJob | None) -> tuple[int, str]:
+        """The number by which workers report the end of a copy, and the session of its rows."""
+        return NO_REPORT if copy is None else copy.job_id, self.client.life
 
     def end_load(self, request_id: str) -> None:
-        """Nothing: the workers have said so."""
+        """Every worker has copied. The stack process has that from them; without one it counts here."""
+        job = self._loads.pop(wire.request_name(request_id), None)
+        if job is not None:
+            self._core.on_load_end(job)
 
     def end_store(self, keys: Collection[OffloadKey], reason: int) -> None:
         """Every worker has ended a store, as they report themselves; with an errno as `reason` it is of no use."""
@@ -147,13 +161,19 @@ class ClientDriver:
         self.client.step()
         core = self._core
         self._join_late()
+        if self._forgotten:
+            self._end_forgotten()
+        if core.is_new:
+            self._on_joined()
+        elif not core.connected and self._question:
+            self._question, self._is_unsure_of_weights = 0, True
         if self._question in core.verdicts:
             verdict = Verdict(core.verdicts.pop(self._question))
             self._question = 0
             if verdict is not Verdict.UNCHANGED:
                 self._hold_back(REPLACED[verdict])
         if core.loaded_weights:
-            core.loaded_weights = False
+            core.loaded_weights = self._is_unsure_of_weights = False
             core.reset()
             self._question = 0
             self._hold_back(REPLACED[Verdict.CHANGED])
@@ -163,6 +183,21 @@ class ClientDriver:
             self._hold_back(f"the weights are not those that samples of them showed: {reason}")
             return True
         return False
+
+    def _on_joined(self) -> None:
+        """The stack process serves this engine from now on, and was not sent what one before was."""
+        self._core.is_new = False
+        if self._held_back:
+            self._core.say(wire.HoldBack(self._held_back))
+        if self._is_unsure_of_weights:
+            self._is_unsure_of_weights = False
+            self._question = self._core.ask_weights()
+
+    def _end_forgotten(self) -> None:
+        """Loads that vLLM forgot in a reset have ended once the steps are over in which workers were sent them."""
+        self._forgotten_turns -= 1
+        if self._forgotten_turns <= 0:
+            self.on_reset_flushed()
 
     def _join_late(self) -> None:
         """Join once the name is known, if that took longer than the start. A contradiction ends as misses."""
@@ -178,7 +213,9 @@ class ClientDriver:
     def has_pending_work(self) -> bool:
         """True while an answer is to come that an idle engine has to take in: ends of copies, of a reset, figures."""
         core = self._core
-        return core.connected and (core.busy or core.stats_pending or bool(self._question or core.series))
+        if not core.connected:
+            return bool(self._forgotten)
+        return core.busy or core.stats_pending or bool(self._question or core.series)
 
     def wait(self) -> None:
         """Wait a little."""
@@ -189,15 +226,22 @@ class ClientDriver:
         that durable and the workers have said whether their weights are those of the start."""
         self._core.reset()
         self._unsure.clear()
-        self._question = self._core.ask_weights()
+        self._forgotten += self._loads.values()
+        self._loads.clear()
+        self._forgotten_turns = FORGOTTEN_TURNS
+        self._is_unsure_of_weights = not self._core.joined
+        self._question = self._core.ask_weights() if self._core.joined else 0
 
     def on_reset_flushed(self) -> None:
-        """Nothing: the stack process knows which rows copies still use."""
+        """The workers have ended every copy from before the last reset. Called by vLLM 0.33."""
+        for job in self._forgotten:
+            self._core.on_load_end(job)
+        self._forgotten.clear()
 
     def _hold_back(self, reason: str) -> None:
-        if not self._held_back:
-            self._held_back = True
-            self._core.say(wire.HoldBack(reason))
+        self._held_back = self._held_back or reason
+        if self._core.joined:
+            self._core.say(wire.HoldBack(self._held_back))
 
     # -- the rest ------------------------------------------------------------------------------------------------
 
