@@ -45,6 +45,13 @@ Connected = tuple[socket.socket, Welcome, Sequence[int]]
 """A connected socket, the answer, the descriptors of the rows. Who has it owns socket and descriptors."""
 
 
+def unconnected() -> Connected:
+    """A connection that has ended."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    theirs.close()
+    return ours, Welcome(PROTOCOL, "", 0, 0, 0, 0), ()
+
+
 def connect(identity: Identity, process: Participant, *, resumes: bool = False) -> Connected:
     """Connect to the stack process; with `resumes` not for the first time.
 

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Self
 
-from kvtier.client.connection import Connected, Identity, Participant, connect
+from kvtier.client.connection import Connected, Identity, Participant, connect, unconnected
 from kvtier.client.core import ClientRequest, EngineCore
 from kvtier.client.reconnection import Reconnection
 from kvtier.client.worker import WorkerClient
@@ -42,13 +42,21 @@ class SchedulerClient:
     connection ends all is a miss, until another one is made: see `Reconnection`.
     """
 
-    def __init__(self, identity: Identity, *, complete: bool = True, events: bool = False) -> None:
+    def __init__(
+        self, identity: Identity, *, complete: bool = True, events: bool = False, required: bool = True
+    ) -> None:
         """Connect, with `complete` in a namespace of which all is known, else `join` later; with `events` they come.
 
-        Raises ResourceError, ConfigError as `connect`.
+        Raises ResourceError, ConfigError as `connect`. If it is not `required` it is tried again instead.
         """
         process = Participant("scheduler", complete=complete, events=events)
-        connected = connect(identity, process)
+        try:
+            connected = connect(identity, process)
+        except (ConfigError, ResourceError) as error:
+            if required:
+                raise
+            _log.error("no stack process serves this engine, every lookup is a miss: %s", error)
+            connected = unconnected()
         self.core = EngineCore()
         if complete:
             self.core.joins, self.core.manifest = True, identity.namespace.manifest().encode()
@@ -59,6 +67,8 @@ class SchedulerClient:
             self._channel.close()
             raise ResourceError(f"there is no thread or descriptor for a connection: {error}") from error
         self._is_permitted = self._resumes = False
+        if not self.welcome.incarnation:
+            self._lose()
         self._want_at = 0.0
         self._may_wait = True
 
@@ -177,13 +187,9 @@ class SchedulerClient:
         """All is a miss, until there is another connection. That is made once no load needs the rows of this one."""
         core = self.core
         if not self._is_lost:
-            self._is_lost, self._is_permitted = True, False
             reason = self._channel.fault
             _log.warning("the connection to the stack process has ended, every lookup is a miss: %s", reason)
-            core.lose()
-            self._poll.unregister(self._channel)
-            self._channel.close()
-            self._poll.register(self._reconnection, select.POLLIN)
+            self._lose()
         if not self._is_permitted and core.is_drained:
             self._is_permitted = True
             self._reconnection.permit()
@@ -191,6 +197,13 @@ class SchedulerClient:
             self._use(connected)
             core.on_connected()
             self._resumes = True
+
+    def _lose(self) -> None:
+        self._is_lost, self._is_permitted = True, False
+        self.core.lose()
+        self._poll.unregister(self._channel)
+        self._channel.close()
+        self._poll.register(self._reconnection, select.POLLIN)
 
     def _watch_joining(self) -> None:
         """Write a line when the engine is served again, or is not."""

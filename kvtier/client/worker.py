@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.aio.loop_thread import LoopThread
 from kvtier.client.connection import Connected, Identity, Participant, connect
-from kvtier.errors import ConfigError, KVTierError
+from kvtier.errors import ConfigError, KVTierError, ResourceError
 from kvtier.service import wire
 from kvtier.service.channel import Channel
 from kvtier.service.wire import TO_WORKER
@@ -177,16 +177,27 @@ class WorkerConnection:
         self._has_loaded = self._closed = False
         self._following: asyncio.Task[None] | None = None
 
-    async def open(self) -> None:
-        """Connect for the first time. Raises ResourceError, ConfigError as `connect`, and what `open_rows` raises."""
+    async def open(self, required: bool = True) -> None:
+        """Connect for the first time. Raises ResourceError, ConfigError as `connect`, and what `open_rows` raises.
+
+        If it is not `required` it is tried again instead.
+        """
+        try:
+            self._rows = await self._first_rows()
+        except (ConfigError, ResourceError) as error:
+            if required:
+                raise
+            _log.error("a worker is without a stack process: %s", error)
+        self._following = asyncio.create_task(self._follow())
+
+    async def _first_rows(self) -> RowsInUse:
         link = await self._connect(resumes=False)
         try:
             await self._open_rows(link)
         except BaseException:
             link.close()
             raise
-        self._rows = RowsInUse(link)
-        self._following = asyncio.create_task(self._follow())
+        return RowsInUse(link)
 
     async def _connect(self, resumes: bool) -> WorkerLink:
         connecting = self._threads.submit(self._connect_in_thread, resumes)
@@ -232,8 +243,8 @@ class WorkerConnection:
     async def _follow(self) -> None:
         """Connect again after each end."""
         while True:
-            assert self._rows is not None
-            await self._rows.link.ended.wait()
+            if self._rows is not None:
+                await self._rows.link.ended.wait()
             tries = 0
             while not await self._has_connected():
                 await asyncio.sleep(PAUSE_SECONDS[tries >= SHORT_PAUSES])
@@ -271,7 +282,8 @@ class WorkerConnection:
     async def _leave(self) -> None:
         """Unmap the rows once their copies have ended. Idempotent."""
         rows = self._rows
-        assert rows is not None
+        if rows is None:
+            return
         rows.leaving = True
         while rows.copies:
             await rows.idle.wait()

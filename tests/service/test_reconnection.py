@@ -18,11 +18,29 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from support_service import TestEngine, block_keys, content, end, peer_pid, stack_process, stack_text, until
+import torch
+from support_service import (
+    BLOCKS,
+    NAMESPACE,
+    PAGE,
+    TestEngine,
+    block_keys,
+    content,
+    end,
+    peer_pid,
+    stack_process,
+    stack_text,
+    until,
+)
 
+from kvtier.client.connection import Identity
+from kvtier.client.engine import SchedulerClient
 from kvtier.client.private import HOUR_SECONDS, PrivateStack, Restarts
+from kvtier.client.worker import WorkerClient
+from kvtier.errors import ResourceError
 from kvtier.service.channel import is_listening
 from kvtier.tier.contract import LookupResult
+from kvtier.tier.registry import discover
 from kvtier.types.gpu_runs import GPURuns
 from kvtier.types.jobs import BlockOutcome, BlockStatus, GPUGroup, JobKind, JobResult, TransferJob
 from kvtier.types.keys import GroupIndex
@@ -317,3 +335,19 @@ def test_a_worker_copies_for_no_other_session(private: PrivateStack) -> None:
         until(lambda: reports, "it has failed")
         assert [(outcome.status, outcome.errno) for outcome in reports[0]] == [(BlockStatus.FAILED, errno.ESTALE)]
         assert held.begun == 0
+
+
+def test_a_scheduler_that_requires_no_process_is_served_once_there_is_one(folder: str) -> None:
+    private = PrivateStack(stack_text(), folder, LINGER_SECONDS)
+    identity = Identity(private.path, NAMESPACE, "", "token", private)
+    with pytest.raises(ResourceError, match="no stack process answers"):
+        SchedulerClient(identity)
+    client = SchedulerClient(identity, required=False)
+    request = client.request("r", block_keys(1))
+    assert client.lookup(request, block_keys(1)) == [LookupResult.MISS]
+    until(lambda: client.step() == [] and is_listening(private.path), "it was started")
+    gpu = discover().get("gpu")
+    worker = WorkerClient(identity, [torch.zeros((BLOCKS, PAGE), dtype=torch.uint8)], gpu(gpu.Options(type="gpu")))
+    until(lambda: client.step() == [] and client.core.serves, "it is served")
+    worker.close()
+    client.close()

@@ -106,3 +106,20 @@ def test_a_killed_stack_process_costs_hits_until_the_next_one_serves(models, roo
                 assert time.monotonic() < until, "no hit comes from the next process"
             assert stack_process(short_folder) != killed
             assert again(vllm, plain) == WHOLE
+            assert total(vllm.metrics(), "kvtier_restarts_total") == kill + 1
+
+
+@pytest.mark.parametrize("lacks", ["a folder", "a root"])
+def test_an_engine_that_requires_no_stack_process_starts_without_one(lacks, models, root, tmp_path, short_folder):
+    if lacks == "a folder":
+        (Path(short_folder) / f"kvtier-{os.geteuid()}").mkdir(mode=0o750)  # others may enter it
+    else:
+        root.chmod(0o777)  # others may write there
+    with engine(models["llama"], tmp_path) as vllm:
+        plain = vllm.generate(asked()).tokens
+    tiers = stack(root, 100, io_engine="threads") | {"runtime_dir": short_folder}
+    given = {"driver": "process", "required": False}
+    with engine(models["llama"], tmp_path, tiers, connector=given) as vllm:
+        for _ in range(2):
+            assert again(vllm, plain) == [0] * PROMPTS
+        assert "the engine goes on without a stack" in vllm.log.read_text()

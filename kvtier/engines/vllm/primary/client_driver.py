@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import Offl
 from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.client.connection import Identity
 from kvtier.client.core import ClientRequest
-from kvtier.client.engine import SchedulerClient
+from kvtier.client.engine import OPEN_SECONDS, SchedulerClient
 from kvtier.engines.digests import Confirmation
 from kvtier.engines.vllm.compat import LOGGER
 from kvtier.engines.vllm.identity import measure, refine
@@ -23,6 +23,7 @@ from kvtier.engines.vllm.primary.model_weights import REPLACED, Verdict
 from kvtier.engines.vllm.primary.wire import NO_REPORT
 from kvtier.engines.vllm.settings import EnginePlan, engine_identity
 from kvtier.errors import ConfigError, ResourceError
+from kvtier.metrics.families import RESTARTS
 from kvtier.service import wire
 from kvtier.stack import StackStats, TierStats
 from kvtier.tier.contract import LookupResult
@@ -37,6 +38,8 @@ IDLE_SECONDS = 0.002
 IDENTITY_SECONDS = 10.0
 """How long a start waits for the name of the weights, which takes as long as reading them, the first time."""
 EVICTED, RECOVERED = "kvtier_evicted_blocks_total", "kvtier_recovered_blocks"
+OPTIONAL_SECONDS = 30.0
+"""How long a start waits for workers where the stack process is not required: they have connected, or cannot."""
 FORGOTTEN_TURNS = 16
 """Turns after a reset, two a step, after which workers have ended all copies of before: vLLM has two steps in flight,
 and has them wait for those copies in the first one."""
@@ -52,7 +55,7 @@ class ClientDriver:
 
     def __init__(self, plan: EnginePlan, events: bool) -> None:
         self.identity: Identity = engine_identity(plan)
-        self.client = SchedulerClient(self.identity, complete=False, events=events)
+        self.client = SchedulerClient(self.identity, complete=False, events=events, required=plan.required)
         self.num_rows, self.row_bytes = self.client.welcome.num_rows, self.client.welcome.row_bytes
         self.chooses = False  # the stack process does
         self.measures_prefill = plan.stack.prefill_tokens_per_second == "measured"
@@ -66,14 +69,26 @@ class ClientDriver:
         self._loads: dict[str, JobId] = {}
         self._forgotten: list[JobId] = []
         self._forgotten_turns = 0
+        self._restarts_counted = 0
         try:
-            self._naming.begin(self.client.wait_notes())
-            if (named := self._naming.take(IDENTITY_SECONDS)) is not None:
-                self.client.join(named.manifest().encode())
-                self.client.wait_joined()
+            self._open(plan.required)
         except BaseException:
             self.close()
             raise
+
+    def _open(self, required: bool) -> None:
+        """Wait until the engine is served. Raises ResourceError, ConfigError if it is not, and that is required."""
+        if not self._core.connected:
+            return
+        try:
+            self._naming.begin(self.client.wait_notes(OPEN_SECONDS if required else OPTIONAL_SECONDS))
+            if (named := self._naming.take(IDENTITY_SECONDS)) is not None:
+                self.client.join(named.manifest().encode())
+                self.client.wait_joined()
+        except (ConfigError, ResourceError) as error:
+            if required:
+                raise
+            _log.error("the engine goes on without a stack: %s", error)
 
     @property
     def follows(self) -> bool:
@@ -202,6 +217,8 @@ class ClientDriver:
     def _join_late(self) -> None:
         """Join once the name is known, if that took longer than the start. A contradiction ends as misses."""
         try:
+            if self._core.noted and not self._naming.has_begun:
+                self._naming.begin(self._core.notes)
             named = self._naming.take()
         except ConfigError as error:
             _log.error("nothing is served to this engine: %s", error)
@@ -270,13 +287,18 @@ class ClientDriver:
     def figures(self, meter: Meter) -> OffloadingConnectorStats | None:
         """The figures that came since the last call; they are asked for once an interval."""
         core = self._core
-        if core.series:
-            series, core.series = core.series, []
-            self._note(series)
-            return counted(series)
-        if core.connected and not core.stats_pending and meter.is_due():
+        if core.connected and not (core.series or core.stats_pending) and meter.is_due():
             core.ask_stats()
-        return None
+        series, core.series = core.series, []
+        self._note(series)
+        if restarts := self._restarts() - self._restarts_counted:
+            self._restarts_counted += restarts
+            series.append(wire.MetricSeries(wire.COUNTER, RESTARTS, [], [restarts]))
+        return counted(series) if series else None
+
+    def _restarts(self) -> int:
+        private = self.identity.private
+        return 0 if private is None else private.restarts.count
 
     def _note(self, series: Sequence[wire.MetricSeries]) -> None:
         for each in series:
@@ -306,10 +328,12 @@ class Naming:
         self._confirmation = Confirmation()
         self._thread = DaemonPool("kvtier-naming", 1)
         self._named: Future[Namespace] | None = None
+        self.has_begun = False
 
     def begin(self, notes: Sequence[str]) -> None:
         """Begin once all workers have connected."""
-        self._named = self._thread.submit(self._name, notes)
+        self.has_begun = True
+        self._named = self._thread.submit(self._name, list(notes))
 
     def _name(self, notes: Sequence[str]) -> Namespace:
         measured = replace(self._namespace, layout=measure(self._namespace.layout, notes))

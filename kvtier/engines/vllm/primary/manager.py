@@ -371,6 +371,8 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         """The size of the CPU tier, for `vllm:kv_offload_config_info`. Called by vLLM 0.33."""
         from vllm.v1.kv_offload.cpu.common import CPUOffloadingInfo
 
+        if not self._driver.num_rows:
+            return []  # there is no stack process
         return [
             CPUOffloadingInfo.from_config(self._config, self._driver.num_rows, self._driver.row_bytes).as_config_info()
         ]

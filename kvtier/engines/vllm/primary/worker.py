@@ -118,7 +118,7 @@ class KVTierWorker(OffloadingWorker):  # type: ignore[misc]
         identity = await asyncio.to_thread(engine_identity, plan)
         process = Participant("worker", rank, note)
         self._connection = WorkerConnection(identity, process, self._gpu, open_rows)
-        await self._connection.open()
+        await self._connection.open(plan.required)
         return None
 
     async def _open_gpu(self, context: TierContext) -> None:
