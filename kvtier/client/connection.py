@@ -7,6 +7,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvtier.client.private import PrivateStack
 from kvtier.errors import ConfigError, ResourceError
 from kvtier.service.channel import receive_greeting, send_greeting
 from kvtier.service.wire import GREETING, PROTOCOL, Hello, Refused, Welcome, WireError
@@ -17,24 +18,58 @@ CONNECT_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """An engine as its processes name it in their greetings: `token` is random, and the same in all of them."""
+    """An engine as its processes name it in their greetings: `token` is random, and the same in all of them.
+
+    `private` is the stack process at `path` if that is one of the engine's own, which it starts again.
+    """
 
     path: str
     namespace: Namespace
     engine_id: str
     token: str
+    private: PrivateStack | None = None
 
 
-def connect(
-    identity: Identity, role: str, participant: int = 0, note: str = "", *, complete: bool = True, events: bool = True
-) -> tuple[socket.socket, Welcome, Sequence[int]]:
-    """(a connected socket, the answer, the descriptors of the rows). The caller owns socket and descriptors.
+@dataclass(frozen=True, slots=True)
+class Participant:
+    """A process of an engine, as its greetings describe it: the fields of `Hello` of these names."""
+
+    role: str
+    number: int = 0
+    note: str = ""
+    complete: bool = True
+    events: bool = True
+
+
+Connected = tuple[socket.socket, Welcome, Sequence[int]]
+"""A connected socket, the answer, the descriptors of the rows. Who has it owns socket and descriptors."""
+
+
+def unconnected() -> Connected:
+    """A connection that has ended."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    theirs.close()
+    return ours, Welcome(PROTOCOL, "", 0, 0, 0, 0), ()
+
+
+def connect(identity: Identity, process: Participant, *, resumes: bool = False) -> Connected:
+    """Connect to the stack process; with `resumes` not for the first time.
 
     Raises ResourceError if no stack process answers, ConfigError if it refuses this engine.
     """
     manifest = identity.namespace.manifest().encode()
     hello = Hello(
-        [PROTOCOL], "", role, participant, identity.engine_id, identity.token, manifest, note, complete, events
+        [PROTOCOL],
+        "",
+        process.role,
+        process.number,
+        identity.engine_id,
+        identity.token,
+        manifest,
+        process.note,
+        process.complete and not resumes,
+        process.events,
+        resumes,
     )
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     try:

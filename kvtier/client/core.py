@@ -1,7 +1,8 @@
 """An engine's state beside a stack process: what is leased and lent to it, and its jobs. No I/O and no clock.
 
 Items to send wait in `out` until the engine's step sends them; `take_in` is given what has come. Without a connection
-(`lose`) nothing is leased, every lookup is a MISS, and stores are dropped; copies in flight end all the same.
+(`lose`) nothing is leased, every lookup is a MISS, and stores are dropped; copies in flight end all the same. After
+`on_connected` it is as at the start; what must hold beyond a connection, a reset above all, is sent again.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from kvtier.tier.contract import LookupResult
 from kvtier.types.arrays import int_array
 from kvtier.types.events import OffloadingEvent
 from kvtier.types.jobs import (
+    LOADED,
     MISSING,
     BlockOutcome,
     BlockStatus,
@@ -147,12 +149,15 @@ class EngineCore:
     """The state of one engine. `out` are the items that its next step sends, `results` the jobs that have ended.
 
     `serves` is False until the engine has joined, while a reset is under way, and once the connection has ended.
+    `joins`: the stack process was sent the namespace. `is_new`: it serves this engine since then, and was not sent what
+    one before was. The caller that sends such things resets it.
     """
 
     def __init__(self) -> None:
         self.out: list[Item] = []
         self.connected = True
-        self.joined = self.follows = False
+        self.joined = self.follows = self.joins = self.is_new = False
+        self.manifest = b""
         self.notes: list[str] = []
         self.noted = self.loaded_weights = self.stats_pending = False
         self.results: list[JobResult] = []
@@ -168,6 +173,7 @@ class EngineCore:
         self._filled: dict[OffloadKey, bool] = {}
         self._unsure: dict[JobId, None] = {}
         self._resetting = self._loads = 0
+        self._reset_due = False
         self._number = self._last_job = 0
         self._wanted = self._stored = self._needed = 0
         self._needs = False
@@ -284,14 +290,21 @@ class EngineCore:
         request.updates.clear()
 
     def reset(self) -> None:
-        """Everything stored before is a miss from now on; `serves` again once the stack process has made it durable."""
+        """Everything stored before is a miss from now on; `serves` again once the stack process has made it durable.
+
+        Before the engine has joined nothing is sent; it is once it has.
+        """
         self._void()
         for job in list(self._unsure):
             self.end_store(job, ESTALE)  # an engine may forget its copies
-        if self.connected:
-            self._number += 1
-            self._resetting = self._number
-            self.out.append(wire.Reset(self._number, self._loads))
+        self._reset_due = not self.joined
+        if self.joined:
+            self._send_reset()
+
+    def _send_reset(self) -> None:
+        self._number += 1
+        self._resetting = self._number
+        self.out.append(wire.Reset(self._number, self._loads))
 
     def _void(self) -> None:
         for request in self._requests.values():
@@ -323,7 +336,10 @@ class EngineCore:
 
     def join(self, manifest: bytes) -> None:
         """All is known of the namespace now."""
-        self.say(wire.Join(manifest))
+        self.manifest = manifest
+        if self.noted and not self.joins:
+            self.joins = True
+            self.say(wire.Join(manifest))
 
     def ask_stats(self) -> None:
         """Ask for the figures that changed; they come into `series`."""
@@ -458,16 +474,28 @@ class EngineCore:
                     self.series += item.series
                     self.stats_pending = self.stats_pending and not item.last
                 case wire.Notes():
-                    self.notes = [*self.notes[: item.first], *item.notes]
-                    self.noted = item.last
+                    self._on_notes(item)
                 case wire.Joined():
-                    self.joined, self.fault, self.follows = not item.fault, item.fault, item.follows
+                    self._on_joined(item)
                 case wire.Weights():
                     self._on_weights(item)
                 case wire.Located() | wire.Hinted() | wire.FiguresPart() | wire.Left():
                     self.answers.setdefault(item.number, []).append(item)
                 case wire.Closing():
                     self.lose()
+
+    def _on_notes(self, item: wire.Notes) -> None:
+        self.notes = [*self.notes[: item.first], *item.notes]
+        self.noted = item.last
+        if self.noted and self.manifest:
+            self.join(self.manifest)
+
+    def _on_joined(self, item: wire.Joined) -> None:
+        self.joined, self.fault, self.follows = not item.fault, item.fault, item.follows
+        self.is_new = self.joined
+        if self.joined and self._reset_due:
+            self._reset_due = False
+            self._send_reset()
 
     def _on_reset_done(self, item: wire.ResetDone) -> None:
         if item.number == self._resetting:
@@ -549,10 +577,13 @@ class EngineCore:
 
     def lose(self) -> None:
         """The connection has ended: nothing is leased or lent any more."""
-        self.connected = self.joined = False
+        self.connected = self.joined = self.joins = self.noted = self.stats_pending = self.is_new = False
         self.out.clear()
+        self.notes.clear()
         self._void()
         self._lent.clear()
+        self._unsure.clear()
+        self._reset_due = self._reset_due or self.resetting
         self._resetting = self._wanted = self._needed = self._loads = 0
         for state in list(self._jobs.values()):
             if state.job.kind is JobKind.STORE:
@@ -562,6 +593,22 @@ class EngineCore:
             elif state.reported is not None:  # the stack process did not come to say so
                 self.on_copied_alone(state.job.job_id, state.reported)
 
+    @property
+    def is_drained(self) -> bool:
+        """True if no load is in flight that was begun beside a connection that has ended: the next may be made."""
+        return not any(state.job.kind is JobKind.LOAD for state in self._jobs.values())
+
+    def on_connected(self) -> None:
+        """There is a connection again. The engine joins once its workers are there."""
+        self.connected = True
+        self.fault = ""
+
+    def on_load_end(self, job_id: JobId) -> None:
+        """A load's copy has ended well, as its engine says."""
+        state = self._jobs.get(job_id)
+        if state is not None:
+            self.on_copied_alone(job_id, [LOADED] * len(state.copied))
+
     def on_copied_alone(self, job_id: JobId, outcomes: Sequence[BlockOutcome]) -> None:
         """A load's copy has ended. Without a connection what the worker says holds: its rows were leased."""
         state = self._jobs.get(job_id)
@@ -570,7 +617,7 @@ class EngineCore:
         state.reported = outcomes
         if not self.connected:
             for position, outcome in zip(state.copied, outcomes, strict=True):
-                state.outcomes[position] = outcome
+                state.outcomes[position] = LOADED if outcome.ok else outcome
             self._end_job(state)
 
 

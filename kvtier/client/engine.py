@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import select
 import time
 from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Self
 
-from kvtier.client.connection import Identity, connect
+from kvtier.client.connection import Connected, Identity, Participant, connect, unconnected
 from kvtier.client.core import ClientRequest, EngineCore
+from kvtier.client.reconnection import Reconnection
 from kvtier.client.worker import WorkerClient
 from kvtier.errors import ConfigError, ResourceError
 from kvtier.service.channel import Channel
@@ -23,6 +25,8 @@ from kvtier.types.requests import RequestInfo
 if TYPE_CHECKING:
     import torch
 
+_log = logging.getLogger(__name__)
+
 OUTBOX_BYTES_MAX = 256 << 10
 LOOKUP_WAIT_SECONDS = 0.001
 """How long the first lookup of a step without an answer waits for it."""
@@ -34,22 +38,52 @@ BORROW_SECONDS = 1.0
 class SchedulerClient:
     """An engine's scheduler at a stack process. Call `step` once per engine step, from one thread.
 
-    What comes within a step are answers to lookups alone: whatever ends a lease waits for the next step.
+    What comes within a step are answers to lookups alone: whatever ends a lease waits for the next step. When the
+    connection ends all is a miss, until another one is made: see `Reconnection`.
     """
 
-    def __init__(self, identity: Identity, *, complete: bool = True, events: bool = False) -> None:
+    def __init__(
+        self, identity: Identity, *, complete: bool = True, events: bool = False, required: bool = True
+    ) -> None:
         """Connect, with `complete` in a namespace of which all is known, else `join` later; with `events` they come.
 
-        Raises ResourceError, ConfigError as `connect`.
+        Raises ResourceError, ConfigError as `connect`. If it is not `required` it is tried again instead.
         """
-        sock, self.welcome, _ = connect(identity, "scheduler", complete=complete, events=events)
+        process = Participant("scheduler", complete=complete, events=events)
+        try:
+            connected = connect(identity, process)
+        except (ConfigError, ResourceError) as error:
+            if required:
+                raise
+            _log.error("no stack process serves this engine, every lookup is a miss: %s", error)
+            connected = unconnected()
         self.core = EngineCore()
+        if complete:
+            self.core.joins, self.core.manifest = True, identity.namespace.manifest().encode()
+        self._use(connected)
+        try:
+            self._reconnection = Reconnection(identity, process, connected[0])
+        except OSError as error:
+            self._channel.close()
+            raise ResourceError(f"there is no thread or descriptor for a connection: {error}") from error
+        self._is_permitted = self._resumes = False
+        if not self.welcome.incarnation:
+            self._lose()
+        self._want_at = 0.0
+        self._may_wait = True
+
+    def _use(self, connected: Connected) -> None:
+        sock, self.welcome, _ = connected
         self._channel = Channel(sock, TO_ENGINE, OUTBOX_BYTES_MAX)
         self._later: list[Any] = []
         self._poll = select.poll()
         self._poll.register(self._channel, select.POLLIN)
-        self._want_at = 0.0
-        self._may_wait = True
+        self._is_lost = False
+
+    @property
+    def life(self) -> str:
+        """The name of the session whose rows are leased and lent now. Workers copy for no other."""
+        return self.welcome.life
 
     def wait_notes(self, timeout_seconds: float = OPEN_SECONDS) -> list[str]:
         """The notes of all workers, once they have connected. Raises ResourceError if one has not in time."""
@@ -144,8 +178,41 @@ class SchedulerClient:
         if items:
             self._later = []
             self.core.take_in(items)
-        if self._channel.closed and self.core.connected:
-            self.core.lose()
+        if self._resumes:
+            self._watch_joining()
+        if self._channel.closed:
+            self._on_closed()
+
+    def _on_closed(self) -> None:
+        """All is a miss, until there is another connection. That is made once no load needs the rows of this one."""
+        core = self.core
+        if not self._is_lost:
+            reason = self._channel.fault
+            _log.warning("the connection to the stack process has ended, every lookup is a miss: %s", reason)
+            self._lose()
+        if not self._is_permitted and core.is_drained:
+            self._is_permitted = True
+            self._reconnection.permit()
+        if (connected := self._reconnection.take()) is not None:
+            self._use(connected)
+            core.on_connected()
+            self._resumes = True
+
+    def _lose(self) -> None:
+        self._is_lost, self._is_permitted = True, False
+        self.core.lose()
+        self._poll.unregister(self._channel)
+        self._channel.close()
+        self._poll.register(self._reconnection, select.POLLIN)
+
+    def _watch_joining(self) -> None:
+        """Write a line when the engine is served again, or is not."""
+        core = self.core
+        if core.joined:
+            _log.warning("a stack process serves this engine again")
+        elif core.fault:
+            _log.error("the stack process does not serve this engine, every lookup is a miss: %s", core.fault)
+        self._resumes = core.connected and not (core.joined or core.fault)
 
     def _send(self) -> None:
         core = self.core
@@ -157,6 +224,8 @@ class SchedulerClient:
     def close(self) -> None:
         """Disconnect. Idempotent."""
         self._channel.close()
+        self._reconnection.close()
+        self._is_lost = self._is_permitted = True
         self.core.lose()
 
 
@@ -202,7 +271,7 @@ class EngineClient(SchedulerClient):
         else:
             part = self.core.begin_store(job)
         if part is not None:
-            self._worker.begin(part)
+            self._worker.begin(part, self.life)
 
     def _receive(self) -> None:
         super()._receive()

@@ -69,31 +69,59 @@ class Restarts:
             self._times.popleft()
         self._hourly = len(self._times) == RESTARTS_MAX
 
+    def begin(self) -> None:
+        """The process has ended and is started again. Raises ResourceError if that is not due yet."""
+        self.on_end()
+        if self.next_seconds:
+            raise ResourceError(f"the stack process is started again in {self.next_seconds:.0f} s")
+        self.on_start()
+
+
+class PrivateStack:
+    """The stack process of this user for a stack file. `path` is its socket; `restarts` are those by this process."""
+
+    def __init__(self, stack: str, folder: str = "", linger_seconds: float = LINGER_SECONDS) -> None:
+        """`stack` is the text of the file, `folder` its `runtime_dir`. Raises ConfigError as `runtime_folder`."""
+        name = hashlib.sha256(stack.encode()).hexdigest()[:16]
+        self.path = str(runtime_folder(folder) / f"{name}.sock")
+        if len(os.fsencode(self.path)) > PATH_BYTES_MAX:
+            raise ConfigError(f"the socket {self.path} has a longer path than {PATH_BYTES_MAX} bytes", KEY)
+        self.restarts = Restarts()
+        self._stack = stack
+        self._linger_seconds = linger_seconds
+
+    def start(self, restarts: Restarts | None = None) -> None:
+        """Start the process unless it is there. It serves for `linger_seconds` at least, in which the caller connects.
+
+        Blocks while it starts, up to a minute. Raises ConfigError if it cannot be started; with `restarts`
+        ResourceError if it is not there and must not be started yet.
+        """
+        try:
+            with locked_file(start_lock(self.path), START_SECONDS):
+                if is_listening(self.path):
+                    return
+                if restarts is not None:
+                    restarts.begin()
+                given = {"path": self.path, "linger_seconds": self._linger_seconds, "level": _log_level()}
+                _start({"stack": self._stack, **given})
+        except OSError as error:
+            raise ConfigError(f"the stack process cannot be started: {error.strerror or error}", "stack") from error
+
+    def start_again(self) -> None:
+        """Start the process once it has ended, as often as `restarts` allows. Raises as `start`."""
+        self.start(self.restarts)
+
 
 def private_socket(
     stack: str, folder: str = "", restarts: Restarts | None = None, linger_seconds: float = LINGER_SECONDS
 ) -> str:
     """The socket of the stack process of this user for this stack file; starts the process unless it is there.
 
-    `stack` is the text of the file, `folder` its `runtime_dir`. The process then serves for `linger_seconds` at least,
-    in which the caller connects. Blocks while it starts, up to a minute. Raises ConfigError if it cannot be started;
-    with `restarts` ResourceError if it is not there and must not be started yet.
+    Raises as `PrivateStack` and its `start`.
     """
-    name = hashlib.sha256(stack.encode()).hexdigest()[:16]
-    path = str(runtime_folder(folder) / f"{name}.sock")
-    if len(os.fsencode(path)) > PATH_BYTES_MAX:
-        raise ConfigError(f"the socket {path} has a longer path than {PATH_BYTES_MAX} bytes", KEY)
-    try:
-        with locked_file(start_lock(path), START_SECONDS):
-            if not is_listening(path):
-                if restarts is not None and restarts.next_seconds:
-                    raise ResourceError(f"the stack process is started again in {restarts.next_seconds:.0f} s")
-                if restarts is not None:
-                    restarts.on_start()
-                _start({"stack": stack, "path": path, "linger_seconds": linger_seconds, "level": _log_level()})
-    except OSError as error:
-        raise ConfigError(f"the stack process cannot be started: {error.strerror or error}", "stack") from error
-    return path
+    private = PrivateStack(stack, folder, linger_seconds)
+    private.start(restarts)
+    return private.path
 
 
 def runtime_folder(base: str = "") -> Path:

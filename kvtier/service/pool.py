@@ -233,16 +233,14 @@ class Pool(TierStack):
 
     @guard_step
     def on_scheduler(self, session: Session, hello: Hello) -> None:
-        """An engine's scheduler has connected. With a complete namespace it joins. Raises WireError."""
-        session.on_scheduler(hello.events)
-        if hello.complete and not session.joins:
-            self.join(session, hello.manifest)
+        """An engine's scheduler has connected. With a complete namespace it joins once its workers are there."""
+        session.on_scheduler(hello.events, hello.manifest if hello.complete else b"")
         self._carry_out()
 
     @guard_step
     def on_worker(self, session: Session, hello: Hello) -> None:
         """A worker of an engine has connected. Raises Breach if it has already."""
-        session.on_worker(hello.participant, hello.note)
+        session.on_worker(hello.participant, hello.note, hello.resumes)
         self._carry_out()
 
     @guard_step

@@ -66,9 +66,9 @@ class Engine:
     """The processes of one life of an engine, and their session.
 
     `earlier` sessions have lost their connections. Each ends when all processes have exited, or when all workers have
-    said in a new greeting that they are `quiet`: those that have are with it. `pidfds` are watched: of the connected
-    processes, and of those in `left`, workers by number that have disconnected and may still copy. `leaves`: the number
-    of its `Leave`, which it waits for.
+    connected again and are `Ready`: those that are, are with it. `pidfds` are watched: of the connected processes, and
+    of those in `left`, workers by number that have disconnected and may still copy. `leaves`: the number of its
+    `Leave`, which it waits for.
     """
 
     def __init__(self, session: Session, hello: Hello) -> None:
@@ -375,14 +375,6 @@ class StackServer:
         elif engine.session.lost:
             engine.earlier[engine.session] = set()
             engine.session = self.pool.begin_session()
-        if hello.quiet and hello.role != "scheduler":
-            for session, quiet in list(engine.earlier.items()):
-                quiet.add(hello.participant)
-                if len(quiet) == self.pool.geometry.world_size:
-                    del engine.earlier[session]
-                    self.pool.end_session(session, exited=True)
-            for pidfd in engine.left.pop(hello.participant, ()):
-                self._stop_watching(engine, pidfd)
         return engine
 
     # -- items ---------------------------------------------------------------------------------------------------
@@ -420,6 +412,18 @@ class StackServer:
             if type(items[-1]) is wire.Quiet:
                 peer.quiet, items = True, items[:-1]
             self.pool.on_worker_items(session, peer.worker, items)
+            if any(type(item) is wire.Ready for item in items):
+                self._end_earlier(peer.engine, peer.worker)
+
+    def _end_earlier(self, engine: Engine, worker: int) -> None:
+        """A worker has no copy of an earlier session: each ends once that holds for all workers."""
+        for session, ready in list(engine.earlier.items()):
+            ready.add(worker)
+            if len(ready) == self.pool.geometry.world_size:
+                del engine.earlier[session]
+                self.pool.end_session(session, exited=True)
+        for pidfd in engine.left.pop(worker, ()):
+            self._stop_watching(engine, pidfd)
 
     def _on_leave(self, engine: Engine, item: wire.Leave) -> None:
         engine.leaves = item.number

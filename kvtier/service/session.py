@@ -93,6 +93,9 @@ class Session:
         self.leasing = Leasing(number, host, self._items, self.copying)
         self._workers = host.geometry.world_size
         self._notes: dict[int, str] = {}
+        self._resuming: set[int] = set()
+        self._has_scheduler = False
+        self._manifest = b""
         self._weights = WeightsCheck()
         self._wanted = 0
         self._figures_at = -math.inf
@@ -212,22 +215,57 @@ class Session:
         elif isinstance(item, wire.Loaded):
             self._items.append(self._weights.on_load())
             self.copying.spoil_fills()
+        elif isinstance(item, wire.Ready):
+            self._on_ready(worker)
         else:
             raise Breach(f"{type(item).__name__} is no item of a worker")
 
     # -- joining -------------------------------------------------------------------------------------------------
 
-    def on_scheduler(self, events: bool) -> None:
-        """The scheduler has connected. With `events` it is sent those of the pool."""
-        self.events = EventFeed() if events else None
+    def on_scheduler(self, events: bool, manifest: bytes = b"") -> None:
+        """The scheduler has connected. With `events` it is sent those of the pool.
 
-    def on_worker(self, worker: int, note: str) -> None:
-        """A worker has connected. When all have, the engine is sent their notes. Raises Breach."""
+        With a `manifest` the engine joins as soon as its workers are there.
+        """
+        self.events = EventFeed() if events else None
+        self._has_scheduler, self._manifest = True, manifest
+        self._send_drained()
+        self._join_at_once()
+
+    def on_worker(self, worker: int, note: str, resumes: bool = False) -> None:
+        """A worker has connected; one that resumes has yet to be ready. Raises Breach."""
         if len(note.encode()) > NOTE_BYTES_MAX or worker in self._notes:
             raise Breach(f"worker {worker} connects twice, or with a note of {len(note)} characters")
         self._notes[worker] = note
-        if len(self._notes) < self._workers:
+        if resumes:
+            self._resuming.add(worker)
+            self._send_drained()
+        else:
+            self._send_notes()
+
+    @property
+    def _has_workers(self) -> bool:
+        return len(self._notes) == self._workers and not self._resuming
+
+    def _join_at_once(self) -> None:
+        if self._manifest and self._has_workers and not self.joins:
+            self._host.join(self, self._manifest)
+
+    def _send_drained(self) -> None:
+        if self._has_scheduler and self._resuming:
+            self._questions.append(wire.Drained())
+
+    def _on_ready(self, worker: int) -> None:
+        if worker not in self._resuming:
+            raise Breach(f"worker {worker} is ready twice, or without having been connected before")
+        self._resuming.discard(worker)
+        self._send_notes()
+
+    def _send_notes(self) -> None:
+        """Send the engine the notes of its workers, when all are there."""
+        if not self._has_workers:
             return
+        self._join_at_once()
         notes = [self._notes[each] for each in range(self._workers)]
         for first, count in _parts(notes):
             last = first + count == len(notes)

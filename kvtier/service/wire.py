@@ -9,7 +9,11 @@ Leases and loans. A row that was found LEASED belongs to its request until the e
 it; a row of `Lent` belongs to the engine until `Fill` or `Return`. Neither ends by time. With `Drop`, `End` or `Load`
 the engine forgets what the request was found and all numbers that it still waits for. A `Found` for one of these that
 comes later is void. When the connection ends, everything is void but copies in flight; rows stay as they are until the
-processes of the engine have exited, or its workers have said `quiet` in a new greeting.
+processes of the engine have exited, or its workers have sent `Ready` on new connections.
+
+Connections after the first. A worker that was connected before says `resumes`. It keeps the rows of before mapped until
+`Drained` has come, ends its copies, maps the new rows and sends `Ready`. The scheduler connects once every load that it
+has handed out has ended. So no load finds its rows gone.
 
 Resets. All leases and states of all requests are void, and all numbers that wait: for the engine that resets from the
 sending of `Reset` on, for the others when `Void` comes. The engine forgets them; the others also send `Drop` for each
@@ -392,7 +396,12 @@ class Quiet(Item, tag=67, frozen=True):
     """The last item of a worker: no copy of it is in flight, and none begins any more."""
 
 
-FromWorker = (Copied, Answer, Loaded, Quiet)
+class Ready(Item, tag=68, frozen=True):
+    """A worker that resumes has mapped the rows. No copy of an earlier connection of its process is in flight, and none
+    begins any more."""
+
+
+FromWorker = (Copied, Answer, Loaded, Quiet, Ready)
 
 
 class Question(Item, tag=80, frozen=True):
@@ -401,7 +410,11 @@ class Question(Item, tag=80, frozen=True):
     number: int
 
 
-ToWorker = (Question,)
+class Drained(Item, tag=81, frozen=True):
+    """The scheduler has connected: no load of an earlier connection comes any more. For workers that resume."""
+
+
+ToWorker = (Question, Drained)
 
 
 class Hello(Item, tag=96, frozen=True):
@@ -409,8 +422,9 @@ class Hello(Item, tag=96, frozen=True):
 
     `role`: scheduler or worker; `participant`: the worker's number. `token` is one for each life of an engine.
     `manifest` is that of the namespace as far as it is known; `note` is what a worker adds to it.
-    With `complete` in the scheduler's greeting that is all of it, and the engine joins with it. `events`: the engine
-    takes `Events`. `quiet`: no copy of an earlier connection of this process is in flight, and none will begin.
+    With `complete` in the scheduler's greeting that is all of it, and the engine joins with it, once its workers are
+    there. `events`: the engine takes `Events`. `resumes`: the process was connected before; a worker then sends
+    `Ready`, and counts from there on.
     """
 
     protocols: list[int]
@@ -423,11 +437,14 @@ class Hello(Item, tag=96, frozen=True):
     note: str = ""
     complete: bool = True
     events: bool = True
-    quiet: bool = False
+    resumes: bool = False
 
 
 class Welcome(Item, tag=97, frozen=True):
-    """The answer; descriptors of the segments come with it. `incarnation` is new with each stack process."""
+    """The answer; descriptors of the segments come with it. `incarnation` is new with each stack process.
+
+    `life` is the same for all processes of an engine that are connected at one time, and for no others.
+    """
 
     protocol: int
     incarnation: str
@@ -435,6 +452,11 @@ class Welcome(Item, tag=97, frozen=True):
     num_rows: int
     row_bytes: int
     alignment: int
+
+    @property
+    def life(self) -> str:
+        """The name of the session, also among those of other stack processes."""
+        return f"{self.incarnation}.{self.session}"
 
 
 class Refused(Item, tag=98, frozen=True):

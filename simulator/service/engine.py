@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from errno import EIO, ESTALE
+from functools import partial
 from itertools import groupby
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -28,13 +29,20 @@ if TYPE_CHECKING:
 
 
 class SimulatedWorker:
-    """A worker process: it maps the rows of a stack process, copies, and reports over a connection of its own."""
+    """A worker process: it maps the rows of a stack process, copies, and reports over a connection of its own.
+
+    It connects again by itself, as `kvtier.client.worker.WorkerConnection`: `next` is a connection whose rows it does
+    not use yet, because loads of the session before, `life`, may still come.
+    """
 
     def __init__(self, engine: SimulatedEngineLife, number: int) -> None:
         self.engine = engine
         self.number = number
         self.end: SimulatedEnd | None = None
         self.rows: ServiceRows | None = None
+        self.life = ""
+        self.next: tuple[SimulatedEnd, ServiceRows, str] | None = None
+        self.drained = False
         self.alive = True
         self.copying = 0
         self.foreign = False
@@ -44,13 +52,77 @@ class SimulatedWorker:
         """True if it has a slice of its own in a row."""
         return self.number < self.engine.plan.layout.num_copies
 
-    async def copy(self, job: TransferJob, fill: FillRecord | None, load: Load | None, incarnation: int) -> None:
-        """Carry out this worker's part of a job that was begun beside a connection."""
+    def connect(self) -> bool:
+        """Connect, for the first time or again. False if the stack process refuses."""
+        engine, server = self.engine, self.engine.world.server
+        resumes = bool(self.life)
+        complete = not engine.plan.notes and not resumes
+        hello = Hello([1], "", "worker", self.number, "", engine.token, engine.manifest, "n", complete, resumes=resumes)
+        greeted = server.greet(engine, hello)
+        if greeted is None:
+            return False
+        end, life = greeted
+        end.on_items = lambda items: self._on_items(end, items)
+        end.on_close = lambda: self._on_close(end)
+        if resumes:
+            self.next, self.drained = (end, server.mapped, life), False
+        else:
+            self.end, self.rows, self.life = end, server.mapped, life
+        return True
+
+    def advance(self) -> None:
+        """Use the rows of the next connection once those of before are needed no more."""
+        if self.next is not None and self.drained and not self.copying:
+            self.end, self.rows, self.life = self.next
+            self.next = None
+            self.end.send([wire.Loaded(), wire.Ready()] if self.foreign else [wire.Ready()])
+
+    def load_weights(self) -> None:
+        """Load other weights."""
+        self.foreign = True
+        if self.end is not None:
+            self.end.send([wire.Loaded()])
+
+    def close(self) -> None:
+        """Close what is connected."""
+        for end in (self.end, None if self.next is None else self.next[0]):
+            if end is not None:
+                end.close()
+
+    def _on_items(self, end: SimulatedEnd, items: list[Any]) -> None:
+        if not self.alive:
+            return
+        for item in items:
+            if isinstance(item, wire.Drained):
+                self.drained = self.next is not None and self.next[0] is end
+            else:
+                end.send([wire.Answer(item.number, CHANGED if self.foreign else UNCHANGED)])
+
+    def _on_close(self, end: SimulatedEnd) -> None:
+        if self.end is end:
+            self.end = None
+        if self.next is not None and self.next[0] is end:
+            self.next = None
+
+    async def copy(self, job: TransferJob, fill: FillRecord | None, load: Load | None, life: str) -> None:
+        """Carry out this worker's part of a job of a session, which came beside the connection."""
         engine = self.engine
         await engine.pause(0.002)
-        if not self.alive or incarnation != engine.incarnation:
-            return  # it died, or connected once more: no copy of an earlier connection begins
-        rows, end = self.rows, self.end
+        if engine.rng.random() < 0.05:
+            await asyncio.sleep(engine.rng.random() * 0.3)  # steps before are in flight
+        if not self.alive:
+            return
+        if life != self.life:
+            engine.world.oracle.covered["stores of a former session"] += 1
+            if load is not None:
+                engine.world.oracle.violation(f"engine {engine.number}: load {job.job_id} finds its rows gone")
+            engine.on_worker_done(job, self.number, [ESTALE] * job.num_blocks)
+            return
+        engine.world.oracle.covered["copies after the end of their connection"] += self.end is None
+        await self._copy(job, fill, load)
+
+    async def _copy(self, job: TransferJob, fill: FillRecord | None, load: Load | None) -> None:
+        engine, rows, end = self.engine, self.rows, self.end
         assert rows is not None
         self.copying += 1
         errors: list[int] = []
@@ -127,16 +199,17 @@ class SimulatedEngineLife:
         self.manifest = Namespace(self.plan.layout, model=model).manifest().encode()
         self.workers = [SimulatedWorker(self, at) for at in range(self.plan.layout.world_size)]
         self.alive = True
-        self.incarnation = 0
+        self.life = ""
         self.core = EngineCore()
         self.core.connected = False
+        self.core.manifest = self.manifest
         self.end: SimulatedEnd | None = None
         self.void_seen = 0
         self.loads: dict[int, Load] = {}
         self.alone: dict[int, dict[int, list[int]]] = {}
         self._requests: list[tuple[ClientRequest, list[OffloadKey]]] = []
         self._last_request = 0
-        self._foreign = False
+        self._foreign = self._held_back = self._resets = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._asked_weights: int | None = None
 
@@ -151,71 +224,63 @@ class SimulatedEngineLife:
     # -- connections ---------------------------------------------------------------------------------------------
 
     def connect(self) -> None:
-        """Connect all processes to the stack process that there is. Copies of before have ended."""
-        server = self.world.server
-        quiet = self.incarnation > 0
-        self.incarnation += 1
-        last_job = self.core._last_job
-        self.core = EngineCore()
-        self.core._last_job = last_job
-        complete = not self.plan.notes
-        ends: list[tuple[SimulatedWorker | None, Hello]] = [
-            (worker, Hello([1], "", "worker", worker.number, "", self.token, self.manifest, "n", complete, quiet=quiet))
-            for worker in self.workers
-        ]
-        ends.append((None, Hello([1], "", "scheduler", 0, "", self.token, self.manifest, "", complete, quiet=quiet)))
-        self.rng.shuffle(ends)
-        refused = False
-        for worker, hello in ends:
-            end = server.greet(self, hello)
-            if end is None:
-                refused = True
-                break
-            if worker is None:
-                self.end = end
-                end.on_items = self._on_items
-                end.on_close = self.on_lost
-            else:
-                worker.end, worker.rows = end, server.mapped
-                end.on_items = lambda items, worker=worker: self._on_questions(worker, items)  # type: ignore[misc]
-                end.on_close = self.on_lost
-        if refused:
-            self.world.oracle.covered["engines refused"] += 1
-            self.on_lost()
-        elif self._foreign:  # the stack process that there is now has not been told
-            self.core.say(wire.HoldBack("other weights"))
+        """Connect all processes for the first time, in any order."""
+        processes: list[Callable[[], bool]] = [self._connect_scheduler, *(worker.connect for worker in self.workers)]
+        self.rng.shuffle(processes)
+        for connect in processes:
+            if not connect():
+                self.world.oracle.covered["engines refused"] += 1
+                return
 
-    def on_lost(self) -> None:
-        """A connection has ended: the others are closed, and everything is a miss."""
-        for each in (self.end, *(worker.end for worker in self.workers)):
-            if each is not None:
-                each.close()
-        self.end = None
+    def _connect_scheduler(self) -> bool:
+        complete = not self.plan.notes and not self.life
+        resumes = bool(self.life)
+        hello = Hello([1], "", "scheduler", 0, "", self.token, self.manifest, "", complete, resumes=resumes)
+        greeted = self.world.server.greet(self, hello)
+        if greeted is None:
+            return False
+        self.end, self.life = greeted
+        self.end.on_items = self._on_items
+        self.end.on_close = partial(self._on_closed, self.end)
+        self.core.on_connected()
+        self.core.joins = complete
+        self.world.oracle.covered["schedulers connected again"] += resumes
+        return True
+
+    def _connect_again(self) -> None:
+        """Each process by itself, at some time."""
+        if not self.world.server.alive:
+            return
         for worker in self.workers:
-            worker.end = None
-        if self.core.connected:
+            worker.advance()
+            if worker.end is None and worker.next is None and self.rng.random() < 0.4:
+                worker.connect()
+        if self.end is None and self.core.is_drained and self.rng.random() < 0.4:
+            self._connect_scheduler()
+
+    def _on_closed(self, end: SimulatedEnd) -> None:
+        if self.end is end:
+            self.end = None
             self.core.lose()
-        self._requests.clear()
-        self._unsure.clear()
-        self._asked_weights = None
+            self._requests.clear()
+            self._unsure.clear()
+            self._asked_weights = None
 
     def _on_items(self, items: list[Any]) -> None:
         if not self.alive:
             return
         for item in items:
             if isinstance(item, wire.Void):
-                self.void_seen = self.world.server.voids[self.token].pop(0)
+                self.void_seen = self.world.server.voids[self.life].pop(0)
             elif isinstance(item, wire.ResetDone):
                 self.void_seen = max(self.void_seen, self.world.server.own_resets[self.token, item.number])
         self.core.take_in(items)
-        if self.core.noted and not self.core.joined and self.plan.notes and not self.core.fault:
-            self.core.noted = False
-            self.core.join(self.manifest)
-
-    def _on_questions(self, worker: SimulatedWorker, items: list[Any]) -> None:
-        if worker.alive and worker.end is not None:
-            verdict = CHANGED if worker.foreign else UNCHANGED
-            worker.end.send([wire.Answer(item.number, verdict) for item in items])
+        if any(isinstance(item, wire.ResetDone) for item in items) and not self.core.resetting:
+            self._resets = False
+        if self.core.is_new:
+            self.core.is_new = False
+            if self._held_back:  # the stack process that there is now was not sent that
+                self.core.say(wire.HoldBack("other weights"))
 
     # -- life ----------------------------------------------------------------------------------------------------
 
@@ -229,11 +294,11 @@ class SimulatedEngineLife:
             if dies_at is not None and ((step >= dies_at and self._copies_now) or step == self.plan.steps - 1):
                 self.kill()
                 return
-            if self.end is None and not any(worker.copying for worker in self.workers) and rng.random() < 0.4:
-                if self.world.server.alive:
-                    self.connect()
-            elif self.end is not None:
+            self._connect_again()
+            if self.end is not None:
                 self._step()
+            elif rng.random() < self.plan.resets:
+                self._reset()
         self._end_requests()
         self._send()
         while self._tasks:
@@ -241,7 +306,6 @@ class SimulatedEngineLife:
         self._end_unsure()
         self._send()
         await self._check_answers()
-        self.on_lost()
         self.exit()
 
     async def _check_answers(self) -> None:
@@ -271,16 +335,18 @@ class SimulatedEngineLife:
 
     def _exit_worker(self, worker: SimulatedWorker) -> None:
         worker.alive = False
-        if worker.end is not None:
-            worker.end.close()
+        worker.close()
         if not any(each.alive for each in self.workers):
             self.exit()
 
     def exit(self) -> None:
         """The last process has exited. The stack process sees that a little later."""
         self.alive = False
+        if self.end is not None:
+            self.end.close()
         for worker in self.workers:
             worker.alive = False
+            worker.close()
         self.world.loop.outside(self.rng.random() * 0.01, lambda: self.world.on_exit(self))
 
     # -- steps ---------------------------------------------------------------------------------------------------
@@ -291,12 +357,14 @@ class SimulatedEngineLife:
             rng.choices((self._ask, self._store, self._look, self._say), (2, 2, 3, 1))[0]()
         if rng.random() < self.plan.resets:
             self._reset()
-        if rng.random() < self.plan.weights:
-            self._replace_weights()
+        if rng.random() < self.plan.weights and all(worker.life for worker in self.workers):
+            self._replace_weights()  # not before the engine has started: they are those of its namespace then
         if core.loaded_weights and rng.random() < 0.3:  # seen late, as where a step takes long
             core.loaded_weights = False
+            self._held_back = True
             core.reset()
-            core.say(wire.HoldBack("other weights"))
+            if core.joined:
+                core.say(wire.HoldBack("other weights"))
             self.world.oracle.covered["engines held back"] += 1
         self._end_unsure()
         if core.serves and rng.random() < 0.5:
@@ -384,6 +452,8 @@ class SimulatedEngineLife:
         keys = [key for key in request.leased if self.rng.random() < 0.9]
         if not keys:
             return
+        if self._resets:
+            self.world.oracle.violation(f"engine {self.number}: loads before its reset is durable")
         load = Load(self.void_seen)
         job = self.core.job(JobKind.LOAD, self._groups(keys))
         part = self.core.begin_load(job, request)
@@ -402,7 +472,7 @@ class SimulatedEngineLife:
     def _begin(self, part: TransferJob, fill: FillRecord | None, load: Load | None) -> None:
         """Hand a job to the workers, beside the connection: they may begin before the step is sent, or after."""
         for worker in self.workers:
-            task = asyncio.ensure_future(worker.copy(part, fill, load, self.incarnation))
+            task = asyncio.ensure_future(worker.copy(part, fill, load, self.life))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
@@ -414,6 +484,8 @@ class SimulatedEngineLife:
             load = self.loads.get(job.job_id)
             if load is not None and not any(map(any, done.values())):
                 self._check(job.job_id, load, is_void=False)
+            if load is not None:
+                self.core.on_load_end(job.job_id)
 
     def _on_result(self, result: JobResult) -> None:
         for group in result.outcomes:
@@ -452,6 +524,7 @@ class SimulatedEngineLife:
 
     def _reset(self) -> None:
         self.world.oracle.covered["resets"] += 1
+        self._resets = True
         self.core.reset()
         self._requests = [each for each in self._requests if not each[0].ended]
         if self.rng.random() < 0.4:
@@ -461,6 +534,4 @@ class SimulatedEngineLife:
         """The workers load other weights: what is computed from here on is foreign to the namespace."""
         self._foreign = True
         for worker in self.workers:
-            worker.foreign = True
-            if worker.end is not None:
-                worker.end.send([wire.Loaded()])
+            worker.load_weights()

@@ -13,7 +13,7 @@ from unittest import mock
 from kvtier.errors import IntegrityError, KVTierError, UsageError
 from kvtier.service.pool import Pool
 from kvtier.service.session import Session
-from kvtier.service.wire import FROM_ENGINE, FROM_WORKER, TO_ENGINE, TO_WORKER, Breach, Hello, WireError
+from kvtier.service.wire import FROM_ENGINE, FROM_WORKER, TO_ENGINE, TO_WORKER, Breach, Hello, Ready, WireError
 from kvtier.stack import assembly
 from kvtier.stack.assembly import StackParts
 from kvtier.testing.memory import MemoryOptions, MemoryStorage
@@ -52,6 +52,7 @@ class SimulatedServer:
     def __init__(self, world: ServiceWorld, storage: MemoryStorage) -> None:
         self.world = world
         self.storage = storage
+        self.number = len(world.servers)
         self.alive = False
         self.engines: dict[str, ServedEngine] = {}
         self.voids: dict[str, list[int]] = {}
@@ -98,8 +99,8 @@ class SimulatedServer:
 
     # -- connections ---------------------------------------------------------------------------------------------
 
-    def greet(self, life: SimulatedEngineLife, hello: Hello) -> SimulatedEnd | None:
-        """A process connects: its end of the connection, or None if it is refused."""
+    def greet(self, life: SimulatedEngineLife, hello: Hello) -> tuple[SimulatedEnd, str] | None:
+        """A process connects: its end of the connection and the name of the session, or None if it is refused."""
         if not self.alive or self.pool.fault or self._has(hello):
             return None
         session = self._session_of(hello)
@@ -111,7 +112,11 @@ class SimulatedServer:
         ours.on_items = lambda items: self._take(life.token, connection, items)
         ours.on_close = lambda: self._lose(life.token, connection)
         self._guarded(life.token, connection, lambda: self._begin(session, hello))
-        return theirs
+        return theirs, self.life_of(session)
+
+    def life_of(self, session: Session) -> str:
+        """The name of a session, as `Welcome.life`."""
+        return f"{self.number}.{session.number}"
 
     def _has(self, hello: Hello) -> bool:
         """True if the end of an earlier connection of this process has yet to be seen."""
@@ -132,18 +137,18 @@ class SimulatedServer:
         engine = self.engines.get(hello.token)
         if engine is None:
             engine = self.engines[hello.token] = ServedEngine(self.pool.begin_session())
-            self.voids[hello.token] = []
         elif engine.session.lost:
             engine.earlier[engine.session] = set()
             engine.session = self.pool.begin_session()
-            self.voids[hello.token] = []
-        if hello.quiet and hello.role != "scheduler":
-            for session, quiet in list(engine.earlier.items()):
-                quiet.add(hello.participant)
-                if len(quiet) == self.world.plan.layout.world_size:
-                    del engine.earlier[session]
-                    self.pool.end_session(session, exited=True)
         return engine.session
+
+    def _end_earlier(self, token: str, worker: int) -> None:
+        engine = self.engines[token]
+        for session, ready in list(engine.earlier.items()):
+            ready.add(worker)
+            if len(ready) == self.world.plan.layout.world_size:
+                del engine.earlier[session]
+                self.pool.end_session(session, exited=True)
 
     def _take(self, token: str, connection: SimulatedConnection, items: list[Any]) -> None:
         if not self.alive:
@@ -153,6 +158,8 @@ class SimulatedServer:
         else:
             worker = connection.worker
             self._guarded(token, connection, lambda: self.pool.on_worker_items(connection.session, worker, items))
+            if token in self.engines and any(isinstance(item, Ready) for item in items):
+                self._end_earlier(token, worker)
 
     def _guarded(self, token: str, connection: SimulatedConnection, call: Any) -> None:
         try:
@@ -232,9 +239,9 @@ class SimulatedServer:
             if number < len(oracle.fills):
                 named += [(each, page) for each in oracle.fills[number].keys if key.endswith(each)]
         reset = oracle.on_reset(named)
-        for token, engine in self.engines.items():
+        for engine in self.engines.values():
             if engine.session is not session and not engine.session.lost and engine.session.space is not None:
-                self.voids[token].append(reset)
+                self.voids.setdefault(self.life_of(engine.session), []).append(reset)
 
 
 def _sized(options: MemoryOptions, plan: ServicePlan) -> MemoryOptions:

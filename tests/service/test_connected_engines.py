@@ -135,7 +135,7 @@ def test_a_process_of_the_same_place_or_of_another_layout_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("who", ["scheduler", "worker"])
-def test_rows_of_a_broken_connection_come_back_when_all_workers_are_quiet(who, tmp_path):
+def test_rows_of_a_broken_connection_come_back_when_all_workers_are_ready(who, tmp_path):
     with serving(tmp_path) as served:
         scheduler, workers = engine(served.path)
         receive(scheduler, wire.Lent)
@@ -145,9 +145,15 @@ def test_rows_of_a_broken_connection_come_back_when_all_workers_are_quiet(who, t
         assert served.lent() == 8
         with pytest.raises(AssertionError, match="closed the connection"):
             receive(workers[0] if who == "scheduler" else scheduler, wire.Closing)
-        again = [greet(served.path, "worker", 0, quiet=True), greet(served.path, "scheduler", quiet=True)]
+        again = [greet(served.path, "worker", 0, resumes=True), greet(served.path, "scheduler", resumes=True)]
+        again.append(greet(served.path, "worker", 1, resumes=True))
+        for worker in (again[0], again[2]):
+            receive(worker, wire.Drained)
+        again[0].send([wire.Ready()])
+        served.wait(lambda server: server.pool.sessions[2]._resuming == {1})
         assert served.lent() == 8, "a worker may still copy"
-        again.append(greet(served.path, "worker", 1, quiet=True))
+        again[2].send([wire.Ready()])
+        assert receive(again[1], wire.Notes).last
         served.wait(lambda server: server.pool.quotas.lent == 0)
         again[1].send([wire.Want(4)])
         receive(again[1], wire.Lent)

@@ -164,7 +164,7 @@ def test_a_store_that_waits_counts_with_the_engines_word(errno, tmp_path):
         job = client.job(STORE, [GPUGroup(GroupIndex(0), keys(4), runs)])
         part = client.core.begin_store(job, waits=True)
         assert part is not None
-        client._worker.begin(part)
+        client._worker.begin(part, client.life)
         client.step()
         assert LookupResult.HIT not in found_by(other, "before")
         client.core.end_store(job.job_id, errno)

@@ -19,6 +19,7 @@ import torch
 from kvtier.client.connection import Identity
 from kvtier.client.core import ClientRequest
 from kvtier.client.engine import EngineClient
+from kvtier.client.private import PrivateStack
 from kvtier.service.channel import is_listening
 from kvtier.tier.contract import LookupResult
 from kvtier.types.geometry import KVLayout
@@ -66,10 +67,13 @@ class TestEngine:
 
     __test__ = False
 
-    def __init__(self, path: str, engine_id: str = "") -> None:
+    def __init__(self, at: str | PrivateStack, engine_id: str = "") -> None:
         self.cache = torch.zeros((BLOCKS, PAGE), dtype=torch.uint8)
         self._ended: dict[JobId, list[str]] = {}
-        self.client = EngineClient(Identity(path, NAMESPACE, engine_id, secrets.token_hex(16)), [self.cache])
+        private = at if isinstance(at, PrivateStack) else None
+        path = at.path if isinstance(at, PrivateStack) else at
+        identity = Identity(path, NAMESPACE, engine_id, secrets.token_hex(16), private)
+        self.client = EngineClient(identity, [self.cache])
 
     def __enter__(self) -> TestEngine:
         return self
@@ -82,8 +86,13 @@ class TestEngine:
         end = time.monotonic() + SECONDS
         while not true():
             assert time.monotonic() < end, f"not: {what or true}"
-            self.client.step()
+            self.step()
             self.client.wait(0.02)
+
+    def step(self) -> None:
+        """Step, and keep what ended."""
+        for result in self.client.step():
+            self._ended[result.job_id] = [outcome.status.value for group in result.outcomes for outcome in group]
 
     def begin(self, kind: JobKind, numbers: range, request: ClientRequest | None = None) -> JobId:
         """Begin a job for the blocks of these numbers, in the first GPU blocks."""
@@ -96,8 +105,7 @@ class TestEngine:
         """The status of each block of a job, once it has ended."""
         end = time.monotonic() + SECONDS
         while True:
-            for result in self.client.step():
-                self._ended[result.job_id] = [outcome.status.value for group in result.outcomes for outcome in group]
+            self.step()
             if job_id in self._ended:
                 return self._ended.pop(job_id)
             assert time.monotonic() < end, "a job did not end"

@@ -66,7 +66,7 @@ class SlowCopies:
         self._state[what] += 1
         if what == FILLS:
             for group in job.gpu_groups:
-                self._worker._link._rows.view[group.rows] = 0xEE
+                self._worker._connection._rows.link._rows.view[group.rows] = 0xEE
         await asyncio.sleep(self._rng.random() * PAUSE_SECONDS)
         result = await (self._load(job) if what == FILLS else self._store(job))
         self._state[what] -= 1
@@ -79,9 +79,9 @@ class PipeWorker:
     def __init__(self, pipe: int) -> None:
         self._pipe = pipe
 
-    def begin(self, job: TransferJob) -> None:
+    def begin(self, job: TransferJob, life: str) -> None:
         """Begin a copy over there."""
-        part = pickle.dumps(job)
+        part = pickle.dumps((job, life))
         os.write(self._pipe, struct.pack("I", len(part)) + part)
 
     def close(self) -> None:
@@ -92,7 +92,7 @@ def run_worker(worker: WorkerClient, pipe: int) -> None:
     """Copy what comes through the pipe, until its other end is closed."""
     with os.fdopen(pipe, "rb") as source:
         while head := source.read(4):
-            worker.begin(pickle.loads(source.read(struct.unpack("I", head)[0])))  # noqa: S301
+            worker.begin(*pickle.loads(source.read(struct.unpack("I", head)[0])))  # noqa: S301
     os._exit(0)
 
 

@@ -237,3 +237,16 @@ def test_waiting_for_a_copy_that_does_not_end_ends_with_an_error(root, seed, mon
             engine.step()
         with pytest.raises(ResourceError, match="1 copies between GPU blocks and rows have not ended"):
             gpu.wait(set(engine.running))
+
+
+def test_only_a_stack_process_may_be_missing(root):
+    process = {"driver": "process"}
+    for extra, fault in (
+        ({"required": False}, "required: is of a stack in a process of its own"),
+        ({**process, "required": 0}, "required: must be true or false"),
+        ({"driver": "thread"}, "driver: must be one of embedded, process"),
+    ):
+        with pytest.raises(ConfigError, match=fault):
+            KVTierSpec(offloading_config(stack(root, 8), extra=extra))
+    for extra in ({}, {"required": True}, process, {**process, "required": False}):
+        KVTierSpec(offloading_config(stack(root, 8), extra=extra))

@@ -13,8 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from engines import BLOCK, VOCABULARY, Engine, engine, stack
-from test_identity import wait_for_the_disk
+from engines import ANSWER_SECONDS, BLOCK, VOCABULARY, Engine, engine, stack, total
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]  # each step of an engine has a deadline of its own
 PROMPTS, BLOCKS = 6, 5
@@ -52,15 +51,23 @@ def ends(pid: int) -> bool:
     return False
 
 
+def wait_for_the_disk(vllm: Engine) -> None:
+    """Until every block is on disk. An engine without requests takes no step, and its figures stay as they are."""
+    until = time.monotonic() + ANSWER_SECONDS
+    while total(vllm.metrics(), "kvtier_slots", "state=ready,tier=fs") < BLOCKS * PROMPTS:
+        assert time.monotonic() < until, vllm.metrics()
+        vllm.generate([asked()[0][:8]], tokens=1)
+
+
 def test_prompts_come_back_from_rows_and_from_the_disk(models, root, tmp_path, short_folder):
     with engine(models["llama"], tmp_path) as vllm:
         plain = vllm.generate(asked())
     with served(models, tmp_path, root, short_folder) as vllm:
         assert vllm.generate(asked()).tokens == plain.tokens
-        wait_for_the_disk(vllm, BLOCKS * PROMPTS)
+        wait_for_the_disk(vllm)
         vllm.reset()
-        again = vllm.generate(asked())
-        assert (again.tokens, again.cached) == (plain.tokens, WHOLE)
+        rows = vllm.generate(asked())
+        assert (rows.tokens, rows.cached) == (plain.tokens, WHOLE)
         pid = stack_process(short_folder)
     with served(models, tmp_path, root, short_folder) as vllm:  # at the process that serves on
         warm = vllm.generate(asked())
@@ -72,15 +79,47 @@ def test_prompts_come_back_from_rows_and_from_the_disk(models, root, tmp_path, s
         assert (restored.tokens, restored.cached) == (plain.tokens, WHOLE)
 
 
-def test_a_killed_stack_process_costs_hits_and_nothing_else(models, root, tmp_path, short_folder):
+def again(vllm: Engine, right: list[list[int]]) -> list[int]:
+    """The cached tokens of each prompt, none of which the GPU has. The tokens must be right."""
+    vllm.reset()
+    answer = vllm.generate(asked())
+    assert answer.tokens == right
+    return answer.cached
+
+
+def test_a_killed_stack_process_costs_hits_until_the_next_one_serves(models, root, tmp_path, short_folder):
     with engine(models["llama"], tmp_path) as vllm:
-        plain = vllm.generate(asked())
+        plain = vllm.generate(asked()).tokens
     with served(models, tmp_path, root, short_folder) as vllm:
-        assert vllm.generate(asked()).tokens == plain.tokens
-        vllm.reset()
-        assert vllm.generate(asked()).cached == WHOLE
-        os.kill(stack_process(short_folder), signal.SIGKILL)
-        for _ in range(3):
+        assert vllm.generate(asked()).tokens == plain
+        wait_for_the_disk(vllm)
+        assert again(vllm, plain) == WHOLE
+        for kill in range(3):
+            killed = stack_process(short_folder)
             vllm.reset()
-            answer = vllm.generate(asked())
-            assert (answer.tokens, answer.cached) == (plain.tokens, [0] * PROMPTS)
+            vllm.questions.send({"do": "generate", "prompts": asked(), "tokens": 8})
+            time.sleep(0.1 * kill)  # before, amid or after its loads
+            os.kill(killed, signal.SIGKILL)
+            assert vllm.hear(ANSWER_SECONDS)["tokens"] == plain
+            until = time.monotonic() + 120.0
+            while not any(again(vllm, plain)):
+                assert time.monotonic() < until, "no hit comes from the next process"
+            assert stack_process(short_folder) != killed
+            assert again(vllm, plain) == WHOLE
+            assert total(vllm.metrics(), "kvtier_restarts_total") == kill + 1
+
+
+@pytest.mark.parametrize("lacks", ["a folder", "a root"])
+def test_an_engine_that_requires_no_stack_process_starts_without_one(lacks, models, root, tmp_path, short_folder):
+    if lacks == "a folder":
+        (Path(short_folder) / f"kvtier-{os.geteuid()}").mkdir(mode=0o750)  # others may enter it
+    else:
+        root.chmod(0o777)  # others may write there
+    with engine(models["llama"], tmp_path) as vllm:
+        plain = vllm.generate(asked()).tokens
+    tiers = stack(root, 100, io_engine="threads") | {"runtime_dir": short_folder}
+    given = {"driver": "process", "required": False}
+    with engine(models["llama"], tmp_path, tiers, connector=given) as vllm:
+        for _ in range(2):
+            assert again(vllm, plain) == [0] * PROMPTS
+        assert "the engine goes on without a stack" in vllm.log.read_text()

@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import Offl
 from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.client.connection import Identity
 from kvtier.client.core import ClientRequest
-from kvtier.client.engine import SchedulerClient
+from kvtier.client.engine import OPEN_SECONDS, SchedulerClient
 from kvtier.engines.digests import Confirmation
 from kvtier.engines.vllm.compat import LOGGER
 from kvtier.engines.vllm.identity import measure, refine
@@ -23,6 +23,7 @@ from kvtier.engines.vllm.primary.model_weights import REPLACED, Verdict
 from kvtier.engines.vllm.primary.wire import NO_REPORT
 from kvtier.engines.vllm.settings import EnginePlan, engine_identity
 from kvtier.errors import ConfigError, ResourceError
+from kvtier.metrics.families import RESTARTS
 from kvtier.service import wire
 from kvtier.stack import StackStats, TierStats
 from kvtier.tier.contract import LookupResult
@@ -37,35 +38,57 @@ IDLE_SECONDS = 0.002
 IDENTITY_SECONDS = 10.0
 """How long a start waits for the name of the weights, which takes as long as reading them, the first time."""
 EVICTED, RECOVERED = "kvtier_evicted_blocks_total", "kvtier_recovered_blocks"
+OPTIONAL_SECONDS = 30.0
+"""How long a start waits for workers where the stack process is not required: they have connected, or cannot."""
+FORGOTTEN_TURNS = 16
+"""Turns after a reset, two a step, after which workers have ended all copies of before: vLLM has two steps in flight,
+and has them wait for those copies in the first one."""
 _log = logging.getLogger(LOGGER)
 
 
 class ClientDriver:
     """Calls of the scheduler's thread alone; nothing waits but a step's first lookup, for a millisecond.
 
-    A hit is a row leased to its request. Workers report the ends of copies themselves.
+    A hit is a row leased to its request. Workers report the ends of copies themselves. When the stack process has ended
+    all is a miss, until another one serves; vLLM says here which loads have ended, so that none finds its rows gone.
     """
 
     def __init__(self, plan: EnginePlan, events: bool) -> None:
         self.identity: Identity = engine_identity(plan)
-        self.client = SchedulerClient(self.identity, complete=False, events=events)
+        self.client = SchedulerClient(self.identity, complete=False, events=events, required=plan.required)
         self.num_rows, self.row_bytes = self.client.welcome.num_rows, self.client.welcome.row_bytes
         self.chooses = False  # the stack process does
         self.measures_prefill = plan.stack.prefill_tokens_per_second == "measured"
         self._core = self.client.core
         self._naming = Naming(plan.namespace)
-        self._held_back = False
+        self._held_back = ""
         self._question = 0
+        self._is_unsure_of_weights = False
         self._unsure: dict[OffloadKey, JobId] = {}
         self._tiers: dict[str, TierStats] = {}
+        self._loads: dict[str, JobId] = {}
+        self._forgotten: list[JobId] = []
+        self._forgotten_turns = 0
+        self._restarts_counted = 0
         try:
-            self._naming.begin(self.client.wait_notes())
-            if (named := self._naming.take(IDENTITY_SECONDS)) is not None:
-                self.client.join(named.manifest().encode())
-                self.client.wait_joined()
+            self._open(plan.required)
         except BaseException:
             self.close()
             raise
+
+    def _open(self, required: bool) -> None:
+        """Wait until the engine is served. Raises ResourceError, ConfigError if it is not, and that is required."""
+        if not self._core.connected:
+            return
+        try:
+            self._naming.begin(self.client.wait_notes(OPEN_SECONDS if required else OPTIONAL_SECONDS))
+            if (named := self._naming.take(IDENTITY_SECONDS)) is not None:
+                self.client.join(named.manifest().encode())
+                self.client.wait_joined()
+        except (ConfigError, ResourceError) as error:
+            if required:
+                raise
+            _log.error("the engine goes on without a stack: %s", error)
 
     @property
     def follows(self) -> bool:
@@ -75,7 +98,7 @@ class ClientDriver:
     @property
     def serves(self) -> bool:
         """True if blocks may be found and stored now: not before it is known whose weights they are of."""
-        return self._core.serves and not self._question
+        return self._core.serves and not (self._question or self._is_unsure_of_weights)
 
     @property
     def will_serve(self) -> bool:
@@ -116,7 +139,10 @@ class ClientDriver:
 
     def begin_load(self, request: ClientRequest, groups: Sequence[GPUGroup]) -> TransferJob | None:
         """Begin to copy blocks out of rows leased to the request; None, or a part, if some are not."""
-        return self._core.begin_load(self._core.job(JobKind.LOAD, groups), request)
+        copy = self._core.begin_load(self._core.job(JobKind.LOAD, groups), request)
+        if copy is not None:
+            self._loads[request.id] = copy.job_id
+        return copy
 
     def begin_store(self, groups: Sequence[GPUGroup], waits: bool) -> TransferJob | None:
         """Begin to copy blocks into rows; None, or a part of them, if there are too few.
@@ -128,12 +154,15 @@ class ClientDriver:
             self._unsure.update((key, copy.job_id) for group in copy.groups for key in group.keys)
         return copy
 
-    def number(self, copy: TransferJob | None) -> int:
-        """The number by which workers report the end of a copy."""
-        return NO_REPORT if copy is None else copy.job_id
+    def name(self, copy: TransferJob | None) -> tuple[int, str]:
+        """The number by which workers report the end of a copy, and the session of its rows."""
+        return NO_REPORT if copy is None else copy.job_id, self.client.life
 
     def end_load(self, request_id: str) -> None:
-        """Nothing: the workers have said so."""
+        """Every worker has copied. The stack process has that from them; without one it counts here."""
+        job = self._loads.pop(wire.request_name(request_id), None)
+        if job is not None:
+            self._core.on_load_end(job)
 
     def end_store(self, keys: Collection[OffloadKey], reason: int) -> None:
         """Every worker has ended a store, as they report themselves; with an errno as `reason` it is of no use."""
@@ -147,13 +176,19 @@ class ClientDriver:
         self.client.step()
         core = self._core
         self._join_late()
+        if self._forgotten:
+            self._end_forgotten()
+        if core.is_new:
+            self._on_joined()
+        elif not core.connected and self._question:
+            self._question, self._is_unsure_of_weights = 0, True
         if self._question in core.verdicts:
             verdict = Verdict(core.verdicts.pop(self._question))
             self._question = 0
             if verdict is not Verdict.UNCHANGED:
                 self._hold_back(REPLACED[verdict])
         if core.loaded_weights:
-            core.loaded_weights = False
+            core.loaded_weights = self._is_unsure_of_weights = False
             core.reset()
             self._question = 0
             self._hold_back(REPLACED[Verdict.CHANGED])
@@ -164,9 +199,26 @@ class ClientDriver:
             return True
         return False
 
+    def _on_joined(self) -> None:
+        """The stack process serves this engine from now on, and was not sent what one before was."""
+        self._core.is_new = False
+        if self._held_back:
+            self._core.say(wire.HoldBack(self._held_back))
+        if self._is_unsure_of_weights:
+            self._is_unsure_of_weights = False
+            self._question = self._core.ask_weights()
+
+    def _end_forgotten(self) -> None:
+        """Loads that vLLM forgot in a reset have ended once the steps are over in which workers were sent them."""
+        self._forgotten_turns -= 1
+        if self._forgotten_turns <= 0:
+            self.on_reset_flushed()
+
     def _join_late(self) -> None:
         """Join once the name is known, if that took longer than the start. A contradiction ends as misses."""
         try:
+            if self._core.noted and not self._naming.has_begun:
+                self._naming.begin(self._core.notes)
             named = self._naming.take()
         except ConfigError as error:
             _log.error("nothing is served to this engine: %s", error)
@@ -178,7 +230,9 @@ class ClientDriver:
     def has_pending_work(self) -> bool:
         """True while an answer is to come that an idle engine has to take in: ends of copies, of a reset, figures."""
         core = self._core
-        return core.connected and (core.busy or core.stats_pending or bool(self._question or core.series))
+        if not core.connected:
+            return bool(self._forgotten)
+        return core.busy or core.stats_pending or bool(self._question or core.series)
 
     def wait(self) -> None:
         """Wait a little."""
@@ -189,15 +243,22 @@ class ClientDriver:
         that durable and the workers have said whether their weights are those of the start."""
         self._core.reset()
         self._unsure.clear()
-        self._question = self._core.ask_weights()
+        self._forgotten += self._loads.values()
+        self._loads.clear()
+        self._forgotten_turns = FORGOTTEN_TURNS
+        self._is_unsure_of_weights = not self._core.joined
+        self._question = self._core.ask_weights() if self._core.joined else 0
 
     def on_reset_flushed(self) -> None:
-        """Nothing: the stack process knows which rows copies still use."""
+        """The workers have ended every copy from before the last reset. Called by vLLM 0.33."""
+        for job in self._forgotten:
+            self._core.on_load_end(job)
+        self._forgotten.clear()
 
     def _hold_back(self, reason: str) -> None:
-        if not self._held_back:
-            self._held_back = True
-            self._core.say(wire.HoldBack(reason))
+        self._held_back = self._held_back or reason
+        if self._core.joined:
+            self._core.say(wire.HoldBack(self._held_back))
 
     # -- the rest ------------------------------------------------------------------------------------------------
 
@@ -226,13 +287,18 @@ class ClientDriver:
     def figures(self, meter: Meter) -> OffloadingConnectorStats | None:
         """The figures that came since the last call; they are asked for once an interval."""
         core = self._core
-        if core.series:
-            series, core.series = core.series, []
-            self._note(series)
-            return counted(series)
-        if core.connected and not core.stats_pending and meter.is_due():
+        if core.connected and not (core.series or core.stats_pending) and meter.is_due():
             core.ask_stats()
-        return None
+        series, core.series = core.series, []
+        self._note(series)
+        if restarts := self._restarts() - self._restarts_counted:
+            self._restarts_counted += restarts
+            series.append(wire.MetricSeries(wire.COUNTER, RESTARTS, [], [restarts]))
+        return counted(series) if series else None
+
+    def _restarts(self) -> int:
+        private = self.identity.private
+        return 0 if private is None else private.restarts.count
 
     def _note(self, series: Sequence[wire.MetricSeries]) -> None:
         for each in series:
@@ -262,10 +328,12 @@ class Naming:
         self._confirmation = Confirmation()
         self._thread = DaemonPool("kvtier-naming", 1)
         self._named: Future[Namespace] | None = None
+        self.has_begun = False
 
     def begin(self, notes: Sequence[str]) -> None:
         """Begin once all workers have connected."""
-        self._named = self._thread.submit(self._name, notes)
+        self.has_begun = True
+        self._named = self._thread.submit(self._name, list(notes))
 
     def _name(self, notes: Sequence[str]) -> Namespace:
         measured = replace(self._namespace, layout=measure(self._namespace.layout, notes))

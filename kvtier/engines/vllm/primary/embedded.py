@@ -136,9 +136,9 @@ class EmbeddedDriver:
             self.copies.issue([key for group in placed.groups for key in group.keys], placed)
         return placed
 
-    def number(self, copy: TransferJob | None) -> int:
-        """Number of no report: workers stamp rows and count their uses."""
-        return NO_REPORT
+    def name(self, copy: TransferJob | None) -> tuple[int, str]:
+        """Number of no report, in no session: workers stamp rows and count their uses."""
+        return NO_REPORT, ""
 
     def end_load(self, request_id: str) -> None:
         """Every worker has copied: the rows are unpinned."""

@@ -180,7 +180,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         self._events.used(order)
         state.refused_since, state.loaded = None, True
         self._reserved.pop(req_context.req_id, None)
-        return rows_spec(placed.gpu_groups, self._num_groups, self._driver.number(placed), stamped=False)
+        return rows_spec(placed.gpu_groups, self._num_groups, self._driver.name(placed), stamped=False)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Every worker has copied: the rows are unpinned."""
@@ -214,7 +214,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         if placed is not None:
             self._events.used(stored)
             self._hints.stored(req_context.req_id, stored)
-        spec = rows_spec(groups, self._num_groups, self._driver.number(placed), stamped=True)
+        spec = rows_spec(groups, self._num_groups, self._driver.name(placed), stamped=True)
         return PrepareStoreOutput([self._ids.to_vllm(key) for key in stored], spec, [])
 
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
@@ -371,6 +371,8 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         """The size of the CPU tier, for `vllm:kv_offload_config_info`. Called by vLLM 0.33."""
         from vllm.v1.kv_offload.cpu.common import CPUOffloadingInfo
 
+        if not self._driver.num_rows:
+            return []  # there is no stack process
         return [
             CPUOffloadingInfo.from_config(self._config, self._driver.num_rows, self._driver.row_bytes).as_config_info()
         ]
