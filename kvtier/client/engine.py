@@ -201,8 +201,8 @@ class SchedulerClient:
     def _lose(self) -> None:
         self._is_lost, self._is_permitted = True, False
         self.core.lose()
-        self._poll.unregister(self._channel)
         self._channel.close()
+        self._poll = select.poll()
         self._poll.register(self._reconnection, select.POLLIN)
 
     def _watch_joining(self) -> None:

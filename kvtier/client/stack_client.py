@@ -13,17 +13,19 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvtier.aio.eventfd import EventFD
-from kvtier.client.connection import Identity
+from kvtier.client.connection import Connected, Identity
 from kvtier.client.core import ClientRequest
-from kvtier.client.engine import LOOKUP_WAIT_SECONDS, EngineClient
+from kvtier.client.engine import LOOKUP_WAIT_SECONDS, EngineClient, SchedulerClient
+from kvtier.client.reconnection import Reconnection
 from kvtier.client.transfers import Transfers
 from kvtier.errors import ResourceError
 from kvtier.service import wire
+from kvtier.service.channel import Channel
 from kvtier.tier.contract import LoadStore, LookupResult
 from kvtier.types.events import OffloadingEvent
 from kvtier.types.geometry import Geometry
 from kvtier.types.hints import HintRefusal, HintResult, KVHint
-from kvtier.types.jobs import BlockOutcome, DropReason, JobResult
+from kvtier.types.jobs import BlockOutcome, DropReason, JobResult, TransferJob
 from kvtier.types.keys import JobId, OffloadKey
 
 if TYPE_CHECKING:
@@ -55,11 +57,8 @@ class StackClient(EngineClient):
             self._close_event()
             raise
         self._worker.report = self._on_copied
-        self._idle = select.poll()
-        self._idle.register(self._channel, select.POLLIN)
-        self._idle.register(self._copy_ended.fd, select.POLLIN)
         self.geometry = Geometry(identity.namespace.layout, self.welcome.alignment)
-        self._transfers = Transfers(self.core, self._worker.begin, self.geometry, self.welcome.num_rows)
+        self._transfers = Transfers(self.core, self._begin_copy, self.geometry, self.welcome.num_rows)
         self._looks = self.core.request(LOOKS_NAME)
         self._answered: list[OffloadKey] = []
 
@@ -73,6 +72,22 @@ class StackClient(EngineClient):
         """In the worker's thread: a deque append is atomic, and the engine's thread drains it."""
         self._copied.append((job, outcomes))
         self._copy_ended.signal()
+
+    def _begin_copy(self, copy: TransferJob) -> None:
+        self._worker.begin(copy, self.life)
+
+    def _use(self, connected: Connected) -> None:
+        super()._use(connected)
+        self._watch(self._channel)
+
+    def _lose(self) -> None:
+        super()._lose()
+        self._watch(self._reconnection)
+
+    def _watch(self, connection: Channel | Reconnection) -> None:
+        self._idle = select.poll()
+        self._idle.register(connection, select.POLLIN)
+        self._idle.register(self._copy_ended.fd, select.POLLIN)
 
     # -- the step ------------------------------------------------------------------------------------------------
 
@@ -239,9 +254,9 @@ class StackClient(EngineClient):
         return answers[0].dropped, max(unfinished, answers[0].unfinished)
 
     def cut(self) -> None:
-        """End copies in flight, and the connection, whatever else is under way."""
+        """End copies in flight, and the connection for good, whatever else is under way."""
         self._worker.close()
-        self._channel.close()
+        SchedulerClient.close(self)
 
     def close(self) -> None:
         """End copies in flight and disconnect. Idempotent."""

@@ -11,16 +11,17 @@ import asyncio
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from errno import EIO, ESTALE
-from functools import partial
 from itertools import chain, groupby
 from typing import TYPE_CHECKING, Any
 
 from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.aio.loop_thread import LoopThread
+from kvtier.aio.loop_waker import LoopWaker
 from kvtier.client.connection import Connected, Identity, Participant, connect
 from kvtier.errors import ConfigError, KVTierError, ResourceError
 from kvtier.service import wire
@@ -311,8 +312,12 @@ class WorkerClient:
 
     def __init__(self, identity: Identity, tensors: Sequence[torch.Tensor], gpu: LoadStore) -> None:
         self._gpu = gpu
+        self._fences = gpu if isinstance(gpu, FencesCopies) else None
         self._identity = identity
         self._tensors = tensors
+        self._begun: deque[tuple[TransferJob, str]] = deque()
+        self._copies: set[asyncio.Task[None]] = set()
+        self._waker = LoopWaker(self._begin_copies)
         self._thread = LoopThread("kvtier-worker", "worker")
         self._thread.open()
         self.report: Report | None = None
@@ -325,6 +330,7 @@ class WorkerClient:
     async def _open(self) -> None:
         self._connection = WorkerConnection(self._identity, Participant("worker"), self._gpu, self._open_rows)
         await self._connection.open()
+        self._waker.attach()
 
     async def _open_rows(self, link: WorkerLink) -> None:
         namespace = self._identity.namespace
@@ -339,9 +345,17 @@ class WorkerClient:
 
         It begins after the work that the calling thread gave its device so far.
         """
-        if isinstance(self._gpu, FencesCopies) and self._gpu.beside_engine:
-            self._gpu.fence()
-        self._thread.start(partial(self._copy, job, life))
+        if self._fences is not None and self._fences.beside_engine:
+            self._fences.fence()
+        self._begun.append((job, life))
+        self._waker.wake()
+
+    def _begin_copies(self) -> None:
+        """In the loop."""
+        while self._begun:
+            task = self._thread.loop.create_task(self._copy(*self._begun.popleft()))
+            self._copies.add(task)
+            task.add_done_callback(self._copies.discard)
 
     async def _copy(self, job: TransferJob, life: str) -> None:
         result = await self._connection.copy(job, job.job_id, life, self._carry_out)
@@ -357,5 +371,12 @@ class WorkerClient:
     def close(self) -> None:
         """Let copies in flight end, and disconnect. Idempotent."""
         if self._thread.alive:
-            self._thread.run(self._connection.close, 10.0)
+            self._thread.run(self._close, 10.0)
         self._thread.close(5.0)
+
+    async def _close(self) -> None:
+        self._waker.detach()
+        self._begin_copies()
+        await self._connection.close()
+        if self._copies:
+            await asyncio.wait(self._copies)

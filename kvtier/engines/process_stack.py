@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal, ParamSpec, Self, TypeVar
 
 from kvtier.aio.weak_call import weak_call
 from kvtier.client.connection import Identity
-from kvtier.client.private import private_socket
+from kvtier.client.private import PrivateStack
 from kvtier.client.stack_client import StackClient
 from kvtier.config import StackConfig, load_stack, stack_parts
 from kvtier.engines.process_calls import ConnectedStack, ProcessCalls, ProcessRequest, call_of_stack, check_wire_keys
@@ -58,17 +58,19 @@ class ProcessStack(ConnectedStack):
     process writes back without being stepped. `take_events` begins with its first call. What a load asks for is cut to
     what is worth a load where the stack file names a speed of prefills, so `worth_loading` is the number of its keys.
 
-    If the stack process ends, every lookup is a miss and stores are dropped. In a child forked from the process that
+    If the stack process ends, every lookup is a miss and stores are dropped until this engine is connected to the next
+    one, which is started where it is private. In a child forked from the process that
     opened it every call raises UsageError, but `close`, which does nothing.
     """
 
-    def __init__(self, parts: StackParts, socket: Callable[[], str]) -> None:
-        """`parts` with the tensors and a GPU tier; `socket` is called by `open` and returns that of the process."""
+    def __init__(self, parts: StackParts, process: Callable[[], PrivateStack | str]) -> None:
+        """`parts` with the tensors and a GPU tier. `process` is called by `open`, which starts a private stack process
+        unless it is there; the socket of another one is that of a process that serves already."""
         super().__init__()
         self.close_report: CloseReport | None = None
         self._parts = parts
         self._settings = parts.settings
-        self._socket = socket
+        self._process = process
         self._stats: StackStats | None = None
         self._next_job = 1
         self._at_exit = weak_call(self._close_at_exit)
@@ -98,7 +100,13 @@ class ProcessStack(ConnectedStack):
         if self._parts.kv_caches is None or gpu.medium != GPU:
             raise UsageError("a stack in a process of its own is opened with the engine's tensors")
         self._owner.claim()
-        identity = Identity(self._socket(), self._parts.namespace, self._parts.engine_id, secrets.token_hex(16))
+        process = self._process()
+        private = process if isinstance(process, PrivateStack) else None
+        if private is not None:
+            private.start()
+        path = process if isinstance(process, str) else process.path
+        parts = self._parts
+        identity = Identity(path, parts.namespace, parts.engine_id, secrets.token_hex(16), private)
         self._client = StackClient(identity, self._parts.kv_caches, gpu)
         atexit.register(self._at_exit)
 
@@ -371,4 +379,4 @@ def open_engine_stack(
     if tensors is None or workers:
         raise ConfigError("a stack in a process of its own serves the tensors of the calling process", "driver")
     text = config.model_dump_json(exclude_unset=True)
-    return ProcessStack(parts, lambda: private_socket(text, config.runtime_dir))
+    return ProcessStack(parts, lambda: PrivateStack(text, config.runtime_dir))
