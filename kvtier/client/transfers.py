@@ -8,11 +8,10 @@ is dropped for lack of a row, a load is late.
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, groupby
-from operator import itemgetter
 
 import numpy as np
 
@@ -23,11 +22,12 @@ from kvtier.types import jobs
 from kvtier.types.arrays import int_array
 from kvtier.types.geometry import Geometry
 from kvtier.types.gpu_runs import RunIndex
-from kvtier.types.jobs import BlockOutcome, DropReason, GPUGroup, JobKind, JobResult, TransferJob, dropped
-from kvtier.types.keys import JobId, OffloadKey, key_group
+from kvtier.types.jobs import BlockOutcome, BlockStatus, DropReason, GPUGroup, JobKind, JobResult, TransferJob, dropped
+from kvtier.types.keys import JobId, OffloadKey
 
 WINDOW_MAX = 8 * ITEM_KEYS_MAX
 """Blocks of a window at most."""
+MOVED = (BlockStatus.STORED, BlockStatus.LOADED)
 RETRY_SECONDS = 0.02
 """The time after which a load that got no row tries once more."""
 WINDOW_NAME = "\0window"
@@ -45,10 +45,11 @@ class RowWindow:
 
 @dataclass(slots=True, eq=False)
 class CopiedPart:
-    """Blocks of a job, by their positions in it, that a worker copies."""
+    """Blocks of a job, by their positions in it, that a worker copies. `block_bytes`: of a block of each group."""
 
     transfer: RunningJob
     positions: list[int]
+    block_bytes: list[int]
 
 
 @dataclass(slots=True, eq=False)
@@ -262,7 +263,8 @@ class Transfers:
         core = self._core
         groups, order = transfer.groups_of(positions)
         job = core.job(transfer.job.kind, groups)
-        self._parts[job.job_id] = CopiedPart(transfer, order)
+        block_bytes = [self._geometry.kv_bytes_per_offloaded_block(group.group) for group in groups]
+        self._parts[job.job_id] = CopiedPart(transfer, order, block_bytes)
         if request is not None:
             self._rows_left -= len(order)
         copy = core.begin_store(job) if request is None else core.begin_load(job, request)
@@ -271,15 +273,13 @@ class Transfers:
 
     def _on_part(self, result: JobResult) -> None:
         part = self._parts.pop(result.job_id)
-        transfer, outcomes = part.transfer, list(chain.from_iterable(result.outcomes))
-        for outcome, places in groupby(zip(part.positions, outcomes, strict=True), itemgetter(1)):
-            positions = [position for position, _ in places]
-            transfer.complete(positions, outcome)
-            if outcome.ok and outcome != jobs.PRESENT:
-                moved = Counter(key_group(transfer.keys[position]) for position in positions)
-                transfer.bytes_moved += sum(
-                    count * self._geometry.kv_bytes_per_offloaded_block(group) for group, count in moved.items()
-                )
+        transfer, end = part.transfer, 0
+        for block_bytes, outcomes in zip(part.block_bytes, result.outcomes, strict=True):
+            for outcome, run in groupby(outcomes):
+                begin, end = end, end + len(list(run))
+                transfer.complete(part.positions[begin:end], outcome)
+                if outcome.status in MOVED:
+                    transfer.bytes_moved += block_bytes * (end - begin)
         if transfer.loads:
             self._rows_left += len(part.positions)
 
