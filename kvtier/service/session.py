@@ -33,7 +33,7 @@ from kvtier.types.keys import GROUP_BYTES, JobId, OffloadKey, key_group
 NOTE_BYTES_MAX = 24 << 10
 REVOKED_AT_ONCE = 12
 """Requests of one `Revoke`, whose names fit a message."""
-FIGURES_SECONDS = 0.1
+FIGURES_SECONDS = 0.02
 """Figures are collected for an engine at most once in this time; they take milliseconds."""
 RESETS_MAX = 64
 """Resets that an engine may begin before the first of them is durable."""

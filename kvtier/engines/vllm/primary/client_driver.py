@@ -175,7 +175,8 @@ class ClientDriver:
         """Take in what came, send what was decided. False: nothing but this engine's own reset makes leases void."""
         self.client.step()
         core = self._core
-        self._join_late()
+        if not core.joined:
+            self._join_late()
         if self._forgotten:
             self._end_forgotten()
         if core.is_new:
@@ -228,15 +229,16 @@ class ClientDriver:
 
     @property
     def has_pending_work(self) -> bool:
-        """True while an answer is to come that an idle engine has to take in: ends of copies, of a reset, figures."""
+        """True while an answer is to come that an idle engine has to take in: of a reset, or figures. Copies end
+        without it: workers report them."""
         core = self._core
         if not core.connected:
             return bool(self._forgotten)
-        return core.busy or core.stats_pending or bool(self._question or core.series)
+        return core.resetting or core.stats_pending or bool(self._question or core.series)
 
     def wait(self) -> None:
-        """Wait a little."""
-        self.client.wait(IDLE_SECONDS)
+        """Wait a little, whatever comes: a step of an engine without requests costs more than what it takes in."""
+        time.sleep(IDLE_SECONDS)
 
     def reset(self) -> None:
         """Nothing stored before is found from now on, and nothing is found or stored before the stack process has made
@@ -286,12 +288,15 @@ class ClientDriver:
 
     def figures(self, meter: Meter) -> OffloadingConnectorStats | None:
         """The figures that came since the last call; they are asked for once an interval."""
-        core = self._core
-        if core.connected and not (core.series or core.stats_pending) and meter.is_due():
-            core.ask_stats()
+        core, restarts = self._core, self._restarts() - self._restarts_counted
+        if not core.series:
+            if core.connected and not core.stats_pending and meter.is_due():
+                core.ask_stats()
+            if not restarts:
+                return None
         series, core.series = core.series, []
         self._note(series)
-        if restarts := self._restarts() - self._restarts_counted:
+        if restarts:
             self._restarts_counted += restarts
             series.append(wire.MetricSeries(wire.COUNTER, RESTARTS, [], [restarts]))
         return counted(series) if series else None

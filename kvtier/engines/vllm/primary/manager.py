@@ -261,6 +261,12 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
             self._prefills.step(context.new_req_ids, context.preempted_req_ids)
         for request_id in context.new_req_ids:
             self._end_leases(request_id)
+        if self._scanned or self._reserved:
+            self._reserve_scanned()
+        self._turn()
+        self._in_step = False
+
+    def _reserve_scanned(self) -> None:
         for request_id, state in self._scanned.items():
             asked_before = bool(state.chain)
             self._ask(state)
@@ -273,8 +279,6 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         for state in self._scanned.values():
             state.end_step(self._num_groups)
         self._scanned.clear()
-        self._turn()
-        self._in_step = False
 
     def _ask(self, state: RequestState) -> None:
         """Look up all unknown keys of a request at once. They stay the same while answers come in, so that the lookups
