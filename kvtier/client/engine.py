@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from kvtier.client.connection import Connected, Identity, Participant, connect, unconnected
-from kvtier.client.core import ClientRequest, EngineCore
+from kvtier.client.core import EngineCore
 from kvtier.client.reconnection import Reconnection
+from kvtier.client.request import ClientRequest
 from kvtier.client.worker import WorkerClient
 from kvtier.errors import ConfigError, ResourceError
 from kvtier.service.channel import Channel
@@ -223,6 +224,7 @@ class SchedulerClient:
 
     def close(self) -> None:
         """Disconnect. Idempotent."""
+        self._reconnection.stop()
         self._channel.close()
         self._reconnection.close()
         self._is_lost = self._is_permitted = True
@@ -280,5 +282,6 @@ class EngineClient(SchedulerClient):
 
     def close(self) -> None:
         """End copies in flight and disconnect. Idempotent."""
+        self._reconnection.stop()
         self._worker.close()
         super().close()

@@ -28,7 +28,7 @@ class Reconnection:
     """Connections of a scheduler, one after another. The thread starts the stack process again where it is one of the
     engine's own, which needs no word of the engine, and connects after `permit`.
 
-    `permit`, `take` and `close` are called by the engine's thread and never wait.
+    `permit`, `take`, `stop` and `close` are called by the engine's thread and never wait.
     """
 
     def __init__(self, identity: Identity, process: Participant, sock: socket.socket) -> None:
@@ -36,7 +36,7 @@ class Reconnection:
         self._identity = identity
         self._process = process
         self._connected: deque[Connected] = deque()
-        self._permitted = self._closed = False
+        self._permitted = self._stopped = False
         self._changed = Latch()
         self._waking = threading.Lock()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -68,16 +68,21 @@ class Reconnection:
             os.eventfd_read(self._wake)
         return self._connected.popleft()
 
+    def stop(self) -> None:
+        """Make no further connection, and start no process: this one is about to end. Idempotent."""
+        with self._waking:
+            self._stopped = True
+        self._changed.set()
+
     def close(self) -> None:
-        """Connect no more. The socket of before must be closed first: the thread waits for its end. Idempotent."""
-        if not self._closed:
-            with self._waking:
-                self._closed = True
-            self._changed.set()
+        """Stop, and let the thread end once the socket of before is closed, whose end it waits for. Idempotent."""
+        self.stop()
+        if self._wake >= 0:
             self._thread.shutdown()
             if self._connected:
                 _close(self._connected.popleft())
             os.close(self._wake)
+            self._wake = -1
 
     # -- in the thread -------------------------------------------------------------------------------------------
 
@@ -85,11 +90,11 @@ class Reconnection:
         """Wait for the end of one connection after another, and make the next one."""
         while True:
             _wait_for_the_end(watched)
-            if self._closed or (made := self._connect_again()) is None:
+            if self._stopped or (made := self._connect_again()) is None:
                 return
             connected, watched = made
             with self._waking:
-                if not self._closed:
+                if not self._stopped:
                     self._connected.append(connected)
                     os.eventfd_write(self._wake, 1)
                     continue
@@ -98,7 +103,7 @@ class Reconnection:
             return
 
     def _connect_again(self) -> tuple[Connected, int] | None:
-        """The next connection and a descriptor to watch it by, after as many tries as it takes; None once closed.
+        """The next connection and a descriptor to watch it by, after as many tries as it takes; None once stopped.
 
         Writes a line for each kind of failure, from the second try on: a process that was killed listens for a moment.
         """
@@ -110,7 +115,7 @@ class Reconnection:
                 if number and type(error) not in named:
                     named.add(type(error))
                     _log.warning("no stack process serves this engine, every lookup is a miss: %s", error)
-            if self._is_closed_within(pause):
+            if self._is_stopped_within(pause):
                 break
         return None
 
@@ -120,10 +125,10 @@ class Reconnection:
         while True:
             if private is not None:
                 private.start_again()
-            if self._permitted or self._closed:
+            if self._permitted or self._stopped:
                 break
             self._changed.wait(LONG_PAUSE_SECONDS)
-        if self._closed:
+        if self._stopped:
             return None
         connected = connect(self._identity, self._process, resumes=True)
         try:
@@ -134,12 +139,12 @@ class Reconnection:
         self._permitted = False
         return connected, watched
 
-    def _is_closed_within(self, seconds: float) -> bool:
-        """Wait. True once closed."""
+    def _is_stopped_within(self, seconds: float) -> bool:
+        """Wait. True once stopped."""
         end = time.monotonic() + seconds
-        while not self._closed and (left := end - time.monotonic()) > 0:
+        while not self._stopped and (left := end - time.monotonic()) > 0:
             self._changed.wait(left)
-        return self._closed
+        return self._stopped
 
 
 def _wait_for_the_end(watched: int) -> None:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvtier.aio.eventfd import EventFD
 from kvtier.client.connection import Connected, Identity
-from kvtier.client.core import ClientRequest
 from kvtier.client.engine import LOOKUP_WAIT_SECONDS, EngineClient, SchedulerClient
 from kvtier.client.reconnection import Reconnection
+from kvtier.client.request import ClientRequest
 from kvtier.client.transfers import Transfers
 from kvtier.errors import ResourceError
 from kvtier.service import wire
@@ -78,6 +78,7 @@ class StackClient(EngineClient):
 
     def _use(self, connected: Connected) -> None:
         super()._use(connected)
+        self._events_begun = False
         self._watch(self._channel)
 
     def _lose(self) -> None:
@@ -206,7 +207,7 @@ class StackClient(EngineClient):
 
     def take_events(self) -> list[OffloadingEvent]:
         """The events that came since the last call. The first call has them sent, from what the tiers have then on."""
-        if not self._events_begun:
+        if self.core.joined and not self._events_begun:
             self._events_begun = True
             self.core.say(wire.AskEvents())
         found, self.core.events = self.core.events, []
@@ -241,6 +242,7 @@ class StackClient(EngineClient):
 
     def leave(self, timeout_seconds: float) -> tuple[int, int]:
         """(blocks dropped, jobs that did not end): end all jobs and say goodbye. A private process then writes back."""
+        self._reconnection.stop()
         self.transfers.stop_all(DropReason.CLOSING)
         until = time.monotonic() + COPIES_SECONDS
         while self.transfers.copies and time.monotonic() < until:
@@ -255,6 +257,7 @@ class StackClient(EngineClient):
 
     def cut(self) -> None:
         """End copies in flight, and the connection for good, whatever else is under way."""
+        self._reconnection.stop()
         self._worker.close()
         SchedulerClient.close(self)
 

@@ -15,7 +15,8 @@ from itertools import accumulate, chain, groupby
 
 import numpy as np
 
-from kvtier.client.core import ClientRequest, EngineCore, by_groups
+from kvtier.client.core import EngineCore, by_groups
+from kvtier.client.request import ClientRequest
 from kvtier.errors import IntegrityError
 from kvtier.service.wire import ITEM_KEYS_MAX, LATE
 from kvtier.types import jobs

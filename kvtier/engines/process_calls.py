@@ -8,7 +8,7 @@ from functools import wraps
 from typing import Concatenate, ParamSpec, Protocol, Self, TypeVar
 
 from kvtier.aio.process_guard import ProcessGuard
-from kvtier.client.core import ClientRequest
+from kvtier.client.request import ClientRequest
 from kvtier.client.stack_client import StackClient
 from kvtier.errors import KVTierError, UsageError
 from kvtier.service import wire

@@ -34,7 +34,9 @@ class Starter:
 
 def main() -> None:
     """Leave the process that started this one, and serve. No thread runs before the fork: little is loaded yet."""
-    given = json.load(sys.stdin)
+    if not (text := sys.stdin.read()):
+        return  # the process that starts this one has ended
+    given = json.loads(text)
     starter = Starter()
     try:
         if os.fork():

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvtier.client.core import ClientRequest, EngineCore
+from kvtier.client.core import EngineCore
+from kvtier.client.request import ClientRequest
 from kvtier.service import wire
 from kvtier.service.wire import CHANGED, UNCHANGED, Hello
 from kvtier.tier.contract import LookupResult

@@ -6,7 +6,8 @@ from errno import ESTALE
 
 from support_service import NAMESPACE, block_keys
 
-from kvtier.client.core import ClientRequest, EngineCore
+from kvtier.client.core import EngineCore
+from kvtier.client.request import ClientRequest
 from kvtier.service import wire
 from kvtier.service.wire import LEASED, Keys, Places
 from kvtier.tier.contract import LookupResult

@@ -37,6 +37,7 @@ from kvtier.client.connection import Identity
 from kvtier.client.engine import SchedulerClient
 from kvtier.client.private import HOUR_SECONDS, PrivateStack, Restarts
 from kvtier.client.worker import WorkerClient
+from kvtier.engines.process_stack import ProcessStack, open_engine_stack
 from kvtier.errors import ResourceError
 from kvtier.service.channel import is_listening
 from kvtier.tier.contract import LookupResult
@@ -351,3 +352,50 @@ def test_a_scheduler_that_requires_no_process_is_served_once_there_is_one(folder
     until(lambda: client.step() == [] and client.core.serves, "it is served")
     worker.close()
     client.close()
+
+
+def test_a_programs_stack_is_served_again(tmp_path: Path, folder: str) -> None:
+    (tmp_path / "stack.yaml").write_text(stack_text(root=tmp_path / "root", runtime_dir=folder))
+    cache = content(range(BLOCKS))
+    with open_engine_stack(tmp_path / "stack.yaml", NAMESPACE.layout, [cache], model="test") as stack:
+        assert isinstance(stack, ProcessStack)
+
+        def run(kind: JobKind) -> list[str]:
+            job = stack.job(kind, [GPUGroup(GroupIndex(0), block_keys(8), GPURuns.whole(list(range(8))))])
+            stack.submit(job)
+            end = time.monotonic() + 60.0
+            while time.monotonic() < end:
+                for result in stack.step():
+                    return [outcome.status.value for group in result.outcomes for outcome in group]
+                stack.wait(0.05)
+            raise AssertionError("a job did not end")
+
+        assert run(JobKind.STORE) == ["stored"] * 8
+        until(lambda: stack.step() is not None and stack.take_events(), "events come")
+        (path,) = map(str, Path(folder).glob("*/*.sock"))
+        for _ in range(2):
+            kill(path)
+            assert run(JobKind.LOAD) in (["missing"] * 8, ["loaded"] * 8)
+            until(lambda: run(JobKind.STORE) == ["stored"] * 8, "blocks are stored again")
+            until(lambda: stack.step() is not None and stack.take_events(), "events come from the next process too")
+            cache[:8] = 0
+            assert run(JobKind.LOAD) == ["loaded"] * 8
+            assert bytes(cache[:8].numpy()) == bytes(content(range(8)).numpy())
+            cache[:8] = content(range(8))
+
+
+def test_an_engine_that_ends_starts_no_process(private: PrivateStack, tmp_path: Path, folder: str) -> None:
+    with TestEngine(private) as engine:
+        pid, threads = peer_pid(private.path), list(engine.client._reconnection._thread._threads)
+    until(lambda: not Path(f"/proc/{pid}").exists(), "its process ends")
+    (tmp_path / "stack.yaml").write_text(stack_text(root=tmp_path / "root", runtime_dir=folder))
+    with open_engine_stack(tmp_path / "stack.yaml", NAMESPACE.layout, [engine.cache], model="test") as stack:
+        (path,) = map(str, Path(folder).glob("*/*.sock"))
+        assert isinstance(stack, ProcessStack)
+        threads += stack._client._reconnection._thread._threads
+    for thread in threads:
+        thread.join(20.0)
+        assert not thread.is_alive()
+    assert private.restarts.count == 0
+    assert not is_listening(private.path)
+    assert not is_listening(path)

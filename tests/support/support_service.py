@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from kvtier.client.connection import Identity
-from kvtier.client.core import ClientRequest
+from kvtier.client.request import ClientRequest
 from kvtier.client.engine import EngineClient
 from kvtier.client.private import PrivateStack
 from kvtier.service.channel import is_listening

@@ -13,8 +13,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import Offl
 
 from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.client.connection import Identity
-from kvtier.client.core import ClientRequest
 from kvtier.client.engine import OPEN_SECONDS, SchedulerClient
+from kvtier.client.request import ClientRequest
 from kvtier.engines.digests import Confirmation
 from kvtier.engines.vllm.compat import LOGGER
 from kvtier.engines.vllm.identity import measure, refine
