@@ -245,7 +245,9 @@ async def test_a_loop_ends_while_the_disk_under_a_store_hangs(tmp_path):
         for call in calls:
             await asyncio.wrap_future(call)
         engine.let_go()
-        assert await tier.present(keys(3)) == 0
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert not engine.running
         await tier.backend.close()
         assert tier.counters["close.stuck"] == 0
 
