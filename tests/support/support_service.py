@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 
 from kvtier.client.connection import Identity
-from kvtier.client.request import ClientRequest
 from kvtier.client.engine import EngineClient
 from kvtier.client.private import PrivateStack
+from kvtier.client.request import ClientRequest
 from kvtier.service.channel import is_listening
 from kvtier.tier.contract import LookupResult
 from kvtier.types.geometry import KVLayout

@@ -27,8 +27,8 @@ import torch
 from support_service import NAMESPACE, PAGE, block_keys, content
 
 from kvtier.client.connection import Identity
-from kvtier.client.request import ClientRequest
 from kvtier.client.engine import EngineClient, SchedulerClient
+from kvtier.client.request import ClientRequest
 from kvtier.client.worker import WorkerClient
 from kvtier.tier.registry import discover
 from kvtier.types.gpu_runs import GPURuns

@@ -12,12 +12,26 @@ import pytest
 from fake_engine import FakeEngine
 from support_driver import ServedHere
 
+from kvtier.client.private import Restarts
 from kvtier.config import parse_stack, stack_parts
 from kvtier.engines.vllm import settings
 from kvtier.stack import StackStats
 from kvtier.types.keys import OffloadKey
 
 T = TypeVar("T")
+
+
+class ServedStack:
+    """A stack process that serves already, with the face of a `PrivateStack`."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.restarts = Restarts()
+
+    def start(self, restarts: Restarts | None = None) -> None:
+        """It serves."""
+
+    start_again = start
 
 
 class Drivers:
@@ -33,11 +47,12 @@ class Drivers:
     def is_process(self) -> bool:
         return self.name == "process"
 
-    def socket(self, text: str, runtime_dir: str = "", **_: Any) -> str:
-        """In the place of `private_socket`: the stack process for a stack file, in a thread.
+    def private(self, text: str, runtime_dir: str = "", **_: Any) -> ServedStack:
+        """In the place of `PrivateStack`: the stack process for a stack file, in a thread."""
+        return ServedStack(self._socket(text))
 
-        Processes whose engines have gone end first, so that a new one begins.
-        """
+    def _socket(self, text: str) -> str:
+        """Processes whose engines have gone end first, so that a new one begins."""
         for other, served in list(self._served.items()):
             if served.pool_opened and served.is_idle:
                 self._served.pop(other).stop()
@@ -110,6 +125,6 @@ def make_drivers(name: str, folder: str, monkeypatch: pytest.MonkeyPatch) -> Dri
     """Have engines made from here on use a driver."""
     drivers = Drivers(name, folder)
     if drivers.is_process:
-        monkeypatch.setattr(settings, "private_socket", drivers.socket)
+        monkeypatch.setattr(settings, "PrivateStack", drivers.private)
         monkeypatch.setitem(fake_engine.DRIVER, "driver", "process")
     return drivers
