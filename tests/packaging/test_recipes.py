@@ -11,6 +11,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from support_counts import full_alone
 from support_paths import PROJECT
 
 PAGE = PROJECT / "docs" / "recipes.md"
@@ -35,7 +36,9 @@ def test_the_page_names_every_file_of_the_folder() -> None:
     assert len(SCRIPTS) == 2
 
 
-@pytest.mark.parametrize(("name", "tests"), [("slru", 8), ("ramstore", 30), ("sqlite", 50)])
+@pytest.mark.parametrize(
+    ("name", "tests"), [("slru", 8), ("ramstore", 30), pytest.param("sqlite", 50, marks=full_alone())]
+)
 def test_the_code_keeps_its_contracts(tmp_path: Path, name: str, tests: int) -> None:
     shutil.copytree(CODE, tmp_path, dirs_exist_ok=True)
     (tmp_path / "pytest.ini").write_text("[pytest]\npythonpath = .\nfilterwarnings = error\n")

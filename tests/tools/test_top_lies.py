@@ -25,6 +25,7 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
+from support_counts import full_alone
 from support_stack import PLAIN, Engine, parts_of, stack_file
 from support_tools import tool
 
@@ -281,7 +282,7 @@ def test_a_live_screen_is_steered_by_nobody_else(truth, tmp_path: Path):
         assert steers.encode() not in drawn
 
 
-@pytest.mark.parametrize("tiers", [1_000, 10_000])
+@pytest.mark.parametrize("tiers", [1_000, pytest.param(10_000, marks=full_alone())])
 def test_more_tiers_than_a_screen_has_lines_end(truth, tmp_path: Path, tiers: int):
     document, page = copy.deepcopy(truth[0]), truth[1]
     one = document["stats"]["tiers"]["fs"]

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from support_counts import fully
 from support_paths import PROJECT
 from support_transformers import needs_transformers
 
@@ -70,6 +71,7 @@ def test_the_example_fails_when_less_comes_back_than_was_saved(capsys: pytest.Ca
     assert not example.report([whole], [whole], [less], [whole])
 
 
+@fully
 def test_the_code_in_the_documentation_runs(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "transformers.md").read_text()
     blocks = re.findall(r"^```py\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from support_counts import fully
 from support_paths import SUPPORT
 from support_shutdown import run_in_child
 from support_transformers import (
@@ -148,6 +149,7 @@ def test_a_child_forked_from_the_owner_is_told_so_and_leaves_the_stack_alone() -
         assert prefixes.restore(tokens)[1] == 32
 
 
+@fully
 def test_a_prefix_cache_left_open_is_closed_at_the_end_of_the_program(tmp_path: Path) -> None:
     script = f"""
 import sys

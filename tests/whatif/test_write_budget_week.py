@@ -12,6 +12,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 
 import pytest
+from support_counts import full_alone
 from support_paths import TRACES
 
 from kvtier.policy.write_budget import DAY_SECONDS, WriteBudget
@@ -55,7 +56,7 @@ def simulated(folder: Path, num_days: int, daily: int, policy: str) -> Simulated
     return next(Simulation(SimulateOptions(stack, replay, arrivals="trace"), [{}]).run())
 
 
-@pytest.mark.parametrize("policy", ["write_through", "on_evict"])
+@pytest.mark.parametrize("policy", ["write_through", pytest.param("on_evict", marks=full_alone())])
 def test_a_week_keeps_to_the_budget_and_uses_it(
     policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dial: Callable[[int, int], int]
 ) -> None:

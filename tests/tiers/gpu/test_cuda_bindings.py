@@ -13,6 +13,7 @@ from importlib.metadata import files
 from pathlib import Path
 
 import pytest
+from support_counts import full_alone
 
 from kvtier_gpu.engines.batch_copy import BatchFunction, MemcpyAttributes, SourceOrder
 from kvtier_gpu.engines.device import CUDA_VERSION, SYMBOL, find_batch_function
@@ -112,7 +113,7 @@ def test_the_signature_is_the_drivers() -> None:
     assert (SYMBOL, CUDA_VERSION) == (b"cuMemcpyBatchAsync", 12080)
 
 
-@pytest.mark.parametrize("version", [12080, 12060])
+@pytest.mark.parametrize("version", [12080, pytest.param(12060, marks=full_alone())])
 def test_the_bindings_find_the_call_in_a_driver_and_it_copies(version: int, tmp_path: Path) -> None:
     compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
     if compiler is None:
