@@ -68,6 +68,18 @@ class Drivers:
         for served in self._served.values():
             served.stop()
 
+    def end_process(self, engine: FakeEngine) -> None:
+        """End the stack process of an engine, which has not left it."""
+        self._pool_of(engine).stop()
+
+    def start_process(self, engine: FakeEngine) -> None:
+        """Start the next one at its path."""
+        before = self._pool_of(engine)
+        for text, served in self._served.items():
+            if served is before:
+                self._served[text] = ServedHere(before.parts, before.path)
+                self._served[text].start()
+
     def stack_of(self, engine: FakeEngine) -> Any:
         """The stack that serves an engine."""
         return self._pool_of(engine).pool if self.is_process else engine.manager._driver.stack
