@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from support_driver import ServedHere
 from kvtier.client.private import Restarts
 from kvtier.config import parse_stack, stack_parts
 from kvtier.engines.vllm import settings
+from kvtier.service.earlier_ranks import adopt_ranks
 from kvtier.stack import StackStats
 from kvtier.types.keys import OffloadKey
 
@@ -59,7 +61,8 @@ class Drivers:
         served = self._served.get(text)
         if served is None:
             self._started += 1
-            config, path = parse_stack(text), os.path.join(self._folder, f"{self._started}.sock")
+            config = adopt_ranks(parse_stack(text), logging.getLogger(__name__).warning)
+            path = os.path.join(self._folder, f"{self._started}.sock")
             served = self._served[text] = ServedHere(lambda namespace: stack_parts(config, namespace), path)
             served.start()
         return served.path
