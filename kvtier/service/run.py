@@ -15,6 +15,7 @@ from kvtier.config import parse_stack, stack_parts
 from kvtier.config.load import StackConfig
 from kvtier.service.channel import start_lock
 from kvtier.service.crash_file import CrashFile
+from kvtier.service.earlier_ranks import adopt_ranks
 from kvtier.service.server import StackServer
 from kvtier.stack.signals import ClosingSignals
 
@@ -46,6 +47,8 @@ def serve(stack: str, path: str, private: PrivateLife | None = None) -> None:
 async def _serve(config: StackConfig, path: str, private: PrivateLife | None) -> None:
     patience = PREDECESSOR_SECONDS if private is not None else 0.0
     async with StackServer(lambda namespace: stack_parts(config, namespace), path, patience) as server:
+        if private is not None:  # the process before at this path uses none of them any more
+            config = adopt_ranks(config, _log.warning)
         server.crash = crash = CrashFile(path)
         asyncio.get_running_loop().set_exception_handler(partial(_on_exception, crash))
         ClosingSignals(asyncio.get_running_loop(), server.close).install((signal.SIGTERM, signal.SIGINT))

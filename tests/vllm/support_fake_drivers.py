@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from support_driver import ServedHere
 from kvtier.client.private import Restarts
 from kvtier.config import parse_stack, stack_parts
 from kvtier.engines.vllm import settings
+from kvtier.service.earlier_ranks import adopt_ranks
 from kvtier.stack import StackStats
 from kvtier.types.keys import OffloadKey
 
@@ -59,7 +61,8 @@ class Drivers:
         served = self._served.get(text)
         if served is None:
             self._started += 1
-            config, path = parse_stack(text), os.path.join(self._folder, f"{self._started}.sock")
+            config = adopt_ranks(parse_stack(text), logging.getLogger(__name__).warning)
+            path = os.path.join(self._folder, f"{self._started}.sock")
             served = self._served[text] = ServedHere(lambda namespace: stack_parts(config, namespace), path)
             served.start()
         return served.path
@@ -67,6 +70,18 @@ class Drivers:
     def stop(self) -> None:
         for served in self._served.values():
             served.stop()
+
+    def end_process(self, engine: FakeEngine) -> None:
+        """End the stack process of an engine, which has not left it."""
+        self._pool_of(engine).stop()
+
+    def start_process(self, engine: FakeEngine) -> None:
+        """Start the next one at its path."""
+        before = self._pool_of(engine)
+        for text, served in self._served.items():
+            if served is before:
+                self._served[text] = ServedHere(before.parts, before.path)
+                self._served[text].start()
 
     def stack_of(self, engine: FakeEngine) -> Any:
         """The stack that serves an engine."""

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from fake_engine import FakeEngine, offloading_config, stack
+from support_fake_drivers import make_drivers
 from support_protections_engine import without_shares, without_the_question_for_continuation
 from vllm.config import CacheConfig, KVTransferConfig, ParallelConfig, SchedulerConfig, VllmConfig
 from vllm.platforms import CpuArchEnum, current_platform
@@ -109,6 +110,23 @@ def test_two_ranks_serve_and_stay_within_one_capacity(tmp_path):
             fill(engine)
             assert engine.wrong == 0
     assert CAPACITY // 2 < stored_bytes(tmp_path) <= CAPACITY
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_root_of_the_embedded_driver_is_warm_for_a_stack_process(tmp_path, short_folder, monkeypatch, request, size):
+    """Also that of the only rank of a launch that stored something."""
+    root = tmp_path / "root"
+    with dense(root, size, 0) as engine:
+        engine.add([1, 2, 3])
+        engine.run()
+    assert {path.name for path in tmp_path.iterdir()} == {"root" if size == 1 else "root-0"}
+    drivers = make_drivers("process", short_folder, monkeypatch)
+    request.addfinalizer(drivers.stop)
+    for index in range(size):
+        with dense(root, size, index) as engine:
+            found = engine.add([1, 2, 3, 4])
+            engine.run()
+            assert (found.hit, engine.wrong) == (3 + index, 0)
 
 
 def test_without_shares_two_ranks_outgrow_the_capacity(tmp_path, monkeypatch):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
+from itertools import islice
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 
@@ -30,7 +32,7 @@ from kvtier.tier.contract import LookupResult
 from kvtier.types.events import OffloadingEvent
 from kvtier.types.hints import KVHint
 from kvtier.types.jobs import GPUGroup, JobKind, TransferJob
-from kvtier.types.keys import JobId, OffloadKey
+from kvtier.types.keys import CPU, JobId, Medium, OffloadKey
 from kvtier.types.namespace import Namespace
 from kvtier.types.requests import RequestInfo
 
@@ -40,6 +42,10 @@ IDENTITY_SECONDS = 10.0
 EVICTED, RECOVERED = "kvtier_evicted_blocks_total", "kvtier_recovered_blocks"
 OPTIONAL_SECONDS = 30.0
 """How long a start waits for workers where the stack process is not required: they have connected, or cannot."""
+REACHABLE_MAX = 1 << 20
+"""Blocks of a tier that are remembered as reachable, where vLLM publishes events; each takes about 120 bytes."""
+KEYS_AT_ONCE = 512
+"""Keys of events published in one turn, at most. Each takes vLLM about 8 us."""
 FORGOTTEN_TURNS = 16
 """Turns after a reset, two a step, after which workers have ended all copies of before: vLLM has two steps in flight,
 and has them wait for those copies in the first one."""
@@ -70,6 +76,8 @@ class ClientDriver:
         self._forgotten: list[JobId] = []
         self._forgotten_turns = 0
         self._restarts_counted = 0
+        self._reachable = ReachableBlocks()
+        self._life = self.client.life
         try:
             self._open(plan.required)
         except BaseException:
@@ -132,8 +140,12 @@ class ClientDriver:
         return new, room
 
     def in_rows(self, keys: Sequence[OffloadKey]) -> list[bool | None]:
-        """True for a key of this engine that is in a row, None for one on its way into one, False for others."""
-        return list(map(self._core.in_row, keys))
+        """True for a key that is in a row, None for one of this engine on its way into one, False for others.
+
+        For engines that publish events: what is in a row is known from those.
+        """
+        rows = self._reachable.in_rows
+        return [key in rows or (None if self._core.in_row(key) is None else False) for key in keys]
 
     # -- loads and stores ----------------------------------------------------------------------------------------
 
@@ -175,6 +187,7 @@ class ClientDriver:
         """Take in what came, send what was decided. False: nothing but this engine's own reset makes leases void."""
         self.client.step()
         core = self._core
+        self._take_in_events()
         if not core.joined:
             self._join_late()
         if self._forgotten:
@@ -199,6 +212,17 @@ class ClientDriver:
             self._hold_back(f"the weights are not those that samples of them showed: {reason}")
             return True
         return False
+
+    def _take_in_events(self) -> None:
+        """Take in events; once the connection has ended, nothing that they named is reachable any more."""
+        core = self._core
+        self._reachable.begin_turn()
+        if core.events:
+            self._reachable.record(core.events)
+            core.events = []
+        if not core.connected or self._life != self.client.life:
+            self._life = self.client.life
+            self._reachable.clear()
 
     def _on_joined(self) -> None:
         """The stack process serves this engine from now on, and was not sent what one before was."""
@@ -229,9 +253,11 @@ class ClientDriver:
 
     @property
     def has_pending_work(self) -> bool:
-        """True while an answer is to come that an idle engine has to take in: of a reset, or figures. Copies end
-        without it: workers report them."""
+        """True while an answer is to come that an idle engine has to take in: of a reset, or figures; or while there
+        are events that it has yet to publish. Copies end without it: workers report them."""
         core = self._core
+        if self._reachable.has_more:
+            return True
         if not core.connected:
             return bool(self._forgotten)
         return core.resetting or core.stats_pending or bool(self._question or core.series)
@@ -282,9 +308,15 @@ class ClientDriver:
             self._core.say(wire.Announce(wire.Keys.of(part)))
 
     def take_events(self) -> list[OffloadingEvent]:
-        """Blocks that became reachable in a tier or ceased to be since the last call."""
-        found, self._core.events = self._core.events, []
-        return found
+        """Blocks that became reachable in a tier or ceased to be since the last call, the first of many."""
+        return self._reachable.take()
+
+    def left_elsewhere(self, removals: Iterable[OffloadingEvent]) -> list[OffloadingEvent]:
+        """The blocks that one lower tier has removed and another one has, as removed and stored.
+
+        That is known here. To ask the process would have no end: its answer names removals as well.
+        """
+        return [each for event in removals for each in self._reachable.elsewhere(event)]
 
     def figures(self, meter: Meter) -> OffloadingConnectorStats | None:
         """The figures that came since the last call; they are asked for once an interval."""
@@ -323,6 +355,71 @@ class ClientDriver:
         """Disconnect; the stack process goes on until its last engine has gone."""
         self._naming.close()
         self.client.close()
+
+
+class ReachableBlocks:
+    """The blocks that events named as reachable in a tier, and the events themselves until they are taken, in order.
+
+    A stack process that has ended says nothing of its blocks any more: `clear` makes the events of their removal.
+    Another one begins with an event of each block that it has. `has_more`: events were left by the last `take`;
+    `in_rows`: those in the CPU tier.
+    """
+
+    def __init__(self) -> None:
+        self.has_more = False
+        self.in_rows: Collection[OffloadKey] = ()
+        self._left = KEYS_AT_ONCE
+        self._events: deque[OffloadingEvent] = deque()
+        self._blocks: dict[tuple[str, Medium], dict[OffloadKey, None]] = {}
+
+    def record(self, events: Iterable[OffloadingEvent]) -> None:
+        """Keep events. Beyond `REACHABLE_MAX` blocks of a tier the oldest are not removed by `clear`."""
+        for event in events:
+            self._events.append(event)
+            blocks = self._blocks.setdefault((event.tier, event.medium), {})
+            if event.medium == CPU:
+                self.in_rows = blocks
+            if event.removed:
+                for key in event.keys:
+                    blocks.pop(key, None)
+            else:
+                blocks.update(dict.fromkeys(event.keys))
+                for key in list(islice(blocks, max(0, len(blocks) - REACHABLE_MAX))):
+                    del blocks[key]
+
+    def clear(self) -> None:
+        """No block is reachable any more, in any tier."""
+        for (tier, medium), blocks in self._blocks.items():
+            if blocks:
+                self._events.append(OffloadingEvent(tuple(blocks), medium, True, tier))
+        self._blocks.clear()
+        self.in_rows = ()
+
+    def elsewhere(self, event: OffloadingEvent) -> list[OffloadingEvent]:
+        """The blocks of an event that another lower tier has, as removed and stored."""
+        found = []
+        for (tier, medium), blocks in self._blocks.items():
+            keys = tuple(key for key in event.keys if key in blocks) if medium != CPU and tier != event.tier else ()
+            if keys:
+                found += [OffloadingEvent(keys, medium, removed, tier) for removed in (True, False)]
+        return found
+
+    def begin_turn(self) -> None:
+        """Begin a turn, in which `take` may return as much as in the one before."""
+        self._left = KEYS_AT_ONCE
+
+    def take(self) -> list[OffloadingEvent]:
+        """The next events, of `KEYS_AT_ONCE` keys in a turn at most: each takes the engine's thread some time."""
+        taken = []
+        while self._events and self._left:
+            event = self._events.popleft()
+            if len(event.keys) > self._left:
+                self._events.appendleft(replace(event, keys=event.keys[self._left :]))
+                event = replace(event, keys=event.keys[: self._left])
+            self._left -= len(event.keys)
+            taken.append(event)
+        self.has_more = bool(self._events)
+        return taken
 
 
 class Naming:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -23,6 +23,7 @@ from kvtier.stack import EngineStack
 from kvtier.stack.request import StackRequest
 from kvtier.stack.workers.engine_copier import EngineCopies
 from kvtier.tier.contract import HasWords, LookupResult, ProvidesRows
+from kvtier.types.events import OffloadingEvent
 from kvtier.types.jobs import GPUGroup, JobKind, TransferJob
 from kvtier.types.keys import OffloadKey, RequestId
 from kvtier.types.requests import RequestInfo
@@ -92,6 +93,12 @@ class EmbeddedDriver:
     def will_serve(self) -> bool:
         """False: what makes it serve again is not far, and stores need not wait for it."""
         return False
+
+    def left_elsewhere(self, removals: Iterable[OffloadingEvent]) -> list[OffloadingEvent]:
+        """The blocks that one lower tier has removed and another one has, as removed and stored."""
+        for event in removals:
+            self.announce(event.keys)
+        return self.take_events()
 
     # -- lookups -------------------------------------------------------------------------------------------------
 

@@ -76,20 +76,15 @@ class RouterEvents:
             if event.medium != CPU:
                 self._lower_tiers.add(event.tier)
         if len(self._lower_tiers) > 1:
-            published += self._left_elsewhere(published)
+            published += self._driver.left_elsewhere(
+                [each for each in published if each.removed and each.medium != CPU]
+            )
         if self.waiting:
             published += self._next_recovered()
         found = list(map(self._event, published))
         if self._unsure:
             found += self._given_up()
         return found
-
-    def _left_elsewhere(self, published: list[events.OffloadingEvent]) -> list[events.OffloadingEvent]:
-        """The blocks that one lower tier has removed and another one has."""
-        for event in published:
-            if event.removed and event.medium != CPU:
-                self._driver.announce(event.keys)
-        return self._driver.take_events()
 
     def _next_recovered(self) -> list[events.OffloadingEvent]:
         """Some of what was recovered, as far as it is there still. Published out of turn, it is removed first."""
