@@ -109,7 +109,7 @@ def test_loads_within_a_step_have_a_lane_and_are_refused_where_vllm_has_none(dri
 
 
 @pytest.mark.skipif(not AS_0_33, reason="vLLM 0.32 waits for no load within a step")
-def test_a_load_within_the_step_waits_for_no_other_copy(driver, root, seed, monkeypatch):
+def test_a_load_within_the_step_waits_for_no_other_copy(root, seed, monkeypatch):
     copy, go_on = HostMemoryEngine._copy, threading.Event()
 
     def gated(engine, *given):
