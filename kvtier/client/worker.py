@@ -13,6 +13,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from errno import EIO, ESTALE
@@ -175,7 +176,7 @@ class WorkerConnection:
         self._open_rows = open_rows
         self._threads = DaemonPool("kvtier-connect", 1)
         self._rows: RowsInUse | None = None
-        self._has_loaded = self._closed = False
+        self._has_loaded = False
         self._following: asyncio.Task[None] | None = None
 
     async def open(self, required: bool = True) -> None:
@@ -201,16 +202,13 @@ class WorkerConnection:
         return RowsInUse(link)
 
     async def _connect(self, resumes: bool) -> WorkerLink:
-        connecting = self._threads.submit(self._connect_in_thread, resumes)
-        return WorkerLink(await asyncio.wrap_future(connecting), self._answer)
-
-    def _connect_in_thread(self, resumes: bool) -> Connected:
-        connected = connect(self._identity, self._process, resumes=resumes)
-        if self._closed:  # it is closed, and of no use
-            connected[0].close()
-            for fd in connected[2]:
-                os.close(fd)
-        return connected
+        connecting = self._threads.submit(lambda: connect(self._identity, self._process, resumes=resumes))
+        try:
+            connected = await asyncio.wrap_future(connecting)
+        except asyncio.CancelledError:
+            connecting.add_done_callback(_close_unused)
+            raise
+        return WorkerLink(connected, self._answer)
 
     async def _answer(self) -> int:
         return 0 if self.compare is None else await self.compare()
@@ -293,7 +291,6 @@ class WorkerConnection:
 
     async def close(self) -> None:
         """Let copies in flight end, within the time that the tier takes for that, and disconnect. Idempotent."""
-        self._closed = True
         if self._following is not None:
             self._following.cancel()
             with suppress(asyncio.CancelledError):
@@ -302,6 +299,15 @@ class WorkerConnection:
         await self._gpu.close()
         if self._rows is not None:
             self._rows.link.close()
+
+
+def _close_unused(connecting: Future[Connected]) -> None:
+    """Close what was connected for a wait that was cancelled."""
+    if not connecting.cancelled() and connecting.exception() is None:
+        sock, _, descriptors = connecting.result()
+        sock.close()
+        for fd in descriptors:
+            os.close(fd)
 
 
 class WorkerClient:
