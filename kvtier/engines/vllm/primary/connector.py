@@ -115,7 +115,8 @@ def fit_groups(scheduler: Any) -> None:
 
     Of a group that holds layers of an EAGLE or MTP draft the blocks that are loaded. vLLM 0.33 wants one more and drops
     the last, because the draft's entry of its last token depends on the next one. A stale entry costs the draft a guess
-    at most: the model verifies each. vLLM 0.33 itself drops none where it knows of no such group.
+    at most: the model verifies each. vLLM 0.33 itself drops none where it knows of no such group. While a request is
+    decoded, the last block of such a group is stored as early as that of any other.
     """
     groups = []
     for group in scheduler.config.kv_group_configs:
