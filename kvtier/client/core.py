@@ -7,20 +7,17 @@ Items to send wait in `out` until the engine's step sends them; `take_in` is giv
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
 from errno import ESTALE
 from functools import lru_cache
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
-import numpy as np
-
+from kvtier.client.copies import Copy, LentRows, keys_of
 from kvtier.client.request import ClientRequest
 from kvtier.service import wire
 from kvtier.service.wire import ITEM_KEYS_MAX, LEASED, PENDING, UNKNOWN, Item, Keys, Places, split
 from kvtier.tier.contract import LookupResult
-from kvtier.types.arrays import int_array
 from kvtier.types.events import OffloadingEvent
 from kvtier.types.jobs import (
     LOADED,
@@ -28,7 +25,6 @@ from kvtier.types.jobs import (
     BlockOutcome,
     BlockStatus,
     DropReason,
-    GPUGroup,
     JobKind,
     JobResult,
     TransferJob,
@@ -38,7 +34,8 @@ from kvtier.types.jobs import (
 from kvtier.types.keys import JobId, Medium, OffloadKey
 from kvtier.types.requests import RequestInfo
 
-RESULTS = {
+RESULTS: dict[int | None, LookupResult] = {
+    None: LookupResult.RETRY,
     PENDING: LookupResult.HIT_PENDING,
     UNKNOWN: LookupResult.RETRY,
     wire.MISSING: LookupResult.MISS,
@@ -50,23 +47,8 @@ FILLED_MAX = 1 << 16
 """Keys of the engine's own stores that are remembered: they are not stored once more while they are in a row."""
 
 
-@dataclass(slots=True)
-class Job:
-    """A job of the engine, the positions in it of the blocks that are copied, and the runs of their outcomes so far.
-
-    `reported`: the outcomes of a load, by its worker.
-    """
-
-    job: TransferJob
-    outcomes: list[BlockOutcome | None]
-    copied: list[int]
-    bytes_moved: int = 0
-    runs: list[tuple[int, str, str, int]] = field(default_factory=list)
-    reported: Sequence[BlockOutcome] | None = None
-
-
 class EngineCore:
-    """The state of one engine. `out` are the items that its next step sends, `results` the jobs that have ended.
+    """The state of one engine. `out` are the items that its next step sends, `ended` the copies that have ended.
 
     `serves` is False until the engine has joined, while a reset is under way, and once the connection has ended.
     `joins`: the stack process was sent the namespace. `is_new`: it serves this engine since then, and was not sent what
@@ -80,7 +62,7 @@ class EngineCore:
         self.manifest = b""
         self.notes: list[str] = []
         self.noted = self.loaded_weights = self.stats_pending = False
-        self.results: list[JobResult] = []
+        self.ended: list[Copy] = []
         self.events: list[OffloadingEvent] = []
         self.series: list[wire.MetricSeries] = []
         self.fault = ""
@@ -88,13 +70,13 @@ class EngineCore:
         self.answers: dict[int, list[Any]] = {}
         self._requests: dict[str, ClientRequest] = {}
         self._asked: dict[int, tuple[ClientRequest, list[OffloadKey]]] = {}
-        self._jobs: dict[int, Job] = {}
-        self._lent: list[tuple[int, int]] = []
+        self._copies: dict[int, Copy] = {}
+        self._lent = LentRows()
         self._filled: dict[OffloadKey, bool] = {}
         self._unsure: dict[JobId, None] = {}
         self._resetting = self._loads = 0
         self._reset_due = False
-        self._number = self._last_job = 0
+        self._number = self._last_copy = 0
         self._wanted = self._stored = self._needed = 0
         self._needs = False
 
@@ -171,7 +153,9 @@ class EngineCore:
         if not self.serves:
             return [LookupResult.MISS] * len(keys)
         leased, states = request.leased, request.states
-        return [LookupResult.HIT if key in leased else RESULTS[states.get(key, UNKNOWN)] for key in keys]
+        if leased:
+            return [LookupResult.HIT if key in leased else RESULTS[states.get(key)] for key in keys]
+        return [RESULTS[state] for state in map(states.get, keys)]
 
     def storable(self, request: ClientRequest | None, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """The keys that are in no row, and on their way into none, as far as this engine was informed."""
@@ -241,10 +225,9 @@ class EngineCore:
     def _on_revoke(self, item: wire.Revoke) -> None:
         for request in filter(None, map(self._requests.get, item.requests)):
             self.release(request)
-        given = self._lent[: item.lent]
-        if given:
-            del self._lent[: item.lent]
-            self.out.append(wire.Return(Places.of(*zip(*given, strict=True))))
+        rows, generations = self._lent.take(item.lent)
+        if rows:
+            self.out.append(wire.Return(Places.of(rows, generations)))
 
     def _on_weights(self, item: wire.Weights) -> None:
         """A verdict; without a number of ours: weights were loaded."""
@@ -279,93 +262,71 @@ class EngineCore:
 
         The request's leases end with it, those of the copy when the workers have reported.
         """
-        places = [[request.leased.get(key) for key in group.keys] for group in job.gpu_groups]
-        part = self._begin(job, places, MISSING)
-        if part is not None:
-            there = [place for found in places for place in found if place is not None]
-            for first in range(0, len(there), ITEM_KEYS_MAX):
-                end = first + ITEM_KEYS_MAX
-                places_now = Places.of(*zip(*there[first:end], strict=True))
-                self.out.append(wire.Load(job.job_id, request.id, places_now, more=end < len(there)))
-            request.present.update(chain.from_iterable(group.keys for group in part.groups))
-            self._forget(request)
-        return part
+        keys, leased = keys_of(job), request.leased
+        found = [at for at, key in enumerate(keys) if key in leased]
+        copy = self._new_copy(job, keys, found, MISSING)
+        if not copy.keys:
+            self._end_copy(copy)
+            return None
+        rows, generations = map(list, zip(*map(leased.__getitem__, copy.keys), strict=True))
+        for first in range(0, len(rows), ITEM_KEYS_MAX):
+            end = first + ITEM_KEYS_MAX
+            places = Places.of(rows[first:end], generations[first:end])
+            self.out.append(wire.Load(copy.number, request.id, places, more=end < len(rows)))
+        request.present.update(copy.keys)
+        self._forget(request)
+        return copy.work(rows, generations)
 
     def begin_store(self, job: TransferJob, waits: bool = False) -> TransferJob | None:
         """Begin to store blocks into lent rows, the front of each prefix first; what gets no row is dropped.
 
         With `waits` they count once `end_store` was called too.
         """
-        self._stored += job.num_blocks
+        keys = keys_of(job)
+        self._stored += len(keys)
         if self._needed:  # of this store; another one that waits says so
             self._needed = 0
             self.say(wire.Want(self._wanted))
-        taken, places = self._take_lent(job.num_blocks), []
-        end = 0
-        for group in job.gpu_groups:
-            first, end = end, end + len(group.keys)
-            found: list[tuple[int, int] | None] = [*taken[first:end]]
-            places.append(found + [None] * (end - first - len(found)))
-        part = self._begin(job, places, dropped(DropReason.NO_ROW))
-        if part is not None:
-            keys = part.groups[0].keys if len(part.groups) == 1 else tuple(_keys_of(part))
-            for first, some in split(keys):
-                end = first + len(some)
-                places_now = Places.of(*zip(*taken[first:end], strict=True))
-                self.out.append(wire.Fill(job.job_id, Keys.of(some), places_now, end < len(keys), waits))
-            self._filled.update(dict.fromkeys(keys, False))
-            if waits:
-                self._unsure[job.job_id] = None
-        return part
-
-    def _take_lent(self, count: int) -> list[tuple[int, int]]:
-        """Up to so many of the rows that are lent."""
-        lent = self._lent if self.serves else []
-        taken = lent[:count]
-        del lent[:count]
-        return taken
-
-    def end_store(self, job: JobId, errno: int) -> None:
-        """A store that waits has ended; with an errno what it has copied is not what its keys name."""
-        if job in self._unsure:
-            del self._unsure[job]
-            self.say(wire.Filled(job, errno))
-
-    def _begin(
-        self, job: TransferJob, places: list[list[tuple[int, int] | None]], without: BlockOutcome
-    ) -> TransferJob | None:
-        """Keep the job, with this outcome for blocks without a place; the part of it that has places."""
-        groups, outcomes = [], list[BlockOutcome | None]()
-        for group, found in zip(job.gpu_groups, places, strict=True):
-            there = [place for place in found if place is not None]
-            if there:
-                rows = np.array(there, np.int64).T.copy()
-                at = None if len(there) == len(found) else [at for at, place in enumerate(found) if place is not None]
-                keys = group.keys if at is None else tuple(group.keys[i] for i in at)
-                runs = group.runs if at is None else group.runs.select(int_array(at))
-                groups.append(GPUGroup(group.group, keys, runs, rows[0], rows[1]))
-            outcomes += [None if place is not None else without for place in found]
-        copied = [position for position, outcome in enumerate(outcomes) if outcome is None]
-        state = self._jobs[job.job_id] = Job(job, outcomes, copied)
-        if not groups:
-            self._end_job(state)
+        rows, generations = self._lent.take(len(keys) if self.serves else 0)
+        copy = self._new_copy(job, keys, range(len(rows)), dropped(DropReason.NO_ROW))
+        if not rows:
+            self._end_copy(copy)
             return None
-        return TransferJob(job.job_id, job.kind, tuple(groups), job.deadline, urgent=job.urgent)
+        for first, some in split(copy.keys):
+            end = first + len(some)
+            places = Places.of(rows[first:end], generations[first:end])
+            self.out.append(wire.Fill(copy.number, Keys.of(some), places, end < len(rows), waits))
+        self._filled.update(dict.fromkeys(copy.keys, False))
+        if waits:
+            self._unsure[JobId(copy.number)] = None
+        return copy.work(rows, generations)
 
-    def job(self, kind: JobKind, groups: Sequence[GPUGroup]) -> TransferJob:
-        """A job with a number of its own."""
-        self._last_job += 1
-        return TransferJob(JobId(self._last_job), kind, tuple(groups))
+    def _new_copy(
+        self, job: TransferJob, keys: Sequence[OffloadKey], copied: Sequence[int], without: BlockOutcome
+    ) -> Copy:
+        self._last_copy += 1
+        copy = self._copies[self._last_copy] = Copy(self._last_copy, job, keys, copied, without)
+        return copy
 
-    def _end_job(self, state: Job) -> None:
-        del self._jobs[state.job.job_id]
-        outcomes = by_groups(state.job, state.outcomes)
-        self.results.append(JobResult(state.job.job_id, outcomes, state.bytes_moved))
+    def end_store(self, number: JobId, errno: int) -> None:
+        """A store that waits has ended; with an errno what it has copied is not what its keys name."""
+        if number in self._unsure:
+            del self._unsure[number]
+            self.say(wire.Filled(number, errno))
+
+    def _end_copy(self, copy: Copy) -> None:
+        del self._copies[copy.number]
+        self.ended.append(copy)
+
+    def take_results(self) -> list[JobResult]:
+        """The results of the jobs that have ended since the last call."""
+        ended, self.ended = self.ended, []
+        return [copy.result() for copy in ended]
 
     @property
     def busy(self) -> bool:
         """True while a job or a reset has not ended."""
-        return bool(self._jobs or self.results or self._resetting)
+        return bool(self._copies or self.ended or self._resetting)
 
     # -- what comes ----------------------------------------------------------------------------------------------
 
@@ -378,7 +339,7 @@ class EngineCore:
                 case wire.Ended():
                     self._on_ended(item)
                 case wire.Lent():
-                    self._lent += item.places.pairs()
+                    self._lent.add(item.places)
                 case wire.Revoke():
                     self._on_revoke(item)
                 case wire.Void():
@@ -451,32 +412,26 @@ class EngineCore:
                 request.states[key] = state
 
     def _on_ended(self, item: wire.Ended) -> None:
-        state = self._jobs.get(item.job)
-        if state is None:
+        copy = self._copies.get(item.job)
+        if copy is None:
             return
-        state.runs += item.outcomes
+        copy.runs += [(count, _outcome(*said)) for count, *said in item.outcomes]
         if item.more:
             return
-        outcomes = list[BlockOutcome]()
-        for count, *said in state.runs:
-            outcomes += [_outcome(*said)] * count
-        if len(outcomes) == len(state.outcomes):
-            state.outcomes[:] = outcomes
-        else:
-            for position, outcome in zip(state.copied, outcomes, strict=True):
-                state.outcomes[position] = outcome
-        if state.job.kind is JobKind.STORE:
-            self._on_filled(state)
-        self._end_job(state)
+        if copy.job.kind is JobKind.STORE:
+            self._on_filled(copy)
+        self._end_copy(copy)
 
-    def _on_filled(self, state: Job) -> None:
+    def _on_filled(self, copy: Copy) -> None:
         """Keep which blocks are in rows now; the oldest are forgotten."""
-        filled = self._filled
-        for key, outcome in zip(_keys_of(state.job), state.outcomes, strict=True):
-            if filled.pop(key, None) is not None and outcome is not None and outcome.ok:
-                filled[key] = True
-        while len(self._filled) > FILLED_MAX:
-            del self._filled[next(iter(self._filled))]
+        filled, first = self._filled, 0
+        for count, outcome in copy.runs:
+            for key in copy.keys[first : first + count]:
+                if filled.pop(key, None) is not None and outcome.ok:
+                    filled[key] = True
+            first += count
+        while len(filled) > FILLED_MAX:
+            del filled[next(iter(filled))]
 
     def want_rows(self) -> None:
         """Ask for rows ahead: twice what was stored since the last call, and some at least. Once in a while."""
@@ -505,50 +460,38 @@ class EngineCore:
         self._unsure.clear()
         self._reset_due = self._reset_due or self.resetting
         self._resetting = self._wanted = self._needed = self._loads = 0
-        for state in list(self._jobs.values()):
-            if state.job.kind is JobKind.STORE:
-                for position in state.copied:
-                    state.outcomes[position] = dropped(DropReason.TIER_DOWN)
-                self._end_job(state)
-            elif state.reported is not None:  # the stack process did not come to say so
-                self.on_copied_alone(state.job.job_id, state.reported)
+        for copy in list(self._copies.values()):
+            if copy.job.kind is JobKind.STORE:
+                copy.runs = [(len(copy.keys), dropped(DropReason.TIER_DOWN))]
+                self._end_copy(copy)
+            elif copy.reported is not None:  # the stack process did not come to say so
+                self.on_copied_alone(JobId(copy.number), copy.reported)
 
     @property
     def is_drained(self) -> bool:
         """True if no load is in flight that was begun beside a connection that has ended: the next may be made."""
-        return not any(state.job.kind is JobKind.LOAD for state in self._jobs.values())
+        return not any(copy.job.kind is JobKind.LOAD for copy in self._copies.values())
 
     def on_connected(self) -> None:
         """There is a connection again. The engine joins once its workers are there."""
         self.connected = True
         self.fault = ""
 
-    def on_load_end(self, job_id: JobId) -> None:
+    def on_load_end(self, number: JobId) -> None:
         """A load's copy has ended well, as its engine says."""
-        state = self._jobs.get(job_id)
-        if state is not None:
-            self.on_copied_alone(job_id, [LOADED] * len(state.copied))
+        copy = self._copies.get(number)
+        if copy is not None:
+            self.on_copied_alone(number, [LOADED] * len(copy.keys))
 
-    def on_copied_alone(self, job_id: JobId, outcomes: Sequence[BlockOutcome]) -> None:
+    def on_copied_alone(self, number: JobId, outcomes: Sequence[BlockOutcome]) -> None:
         """A load's copy has ended. Without a connection what the worker says holds: its rows were leased."""
-        state = self._jobs.get(job_id)
-        if state is None or state.job.kind is not JobKind.LOAD:
+        copy = self._copies.get(number)
+        if copy is None or copy.job.kind is not JobKind.LOAD:
             return
-        state.reported = outcomes
+        copy.reported = outcomes
         if not self.connected:
-            for position, outcome in zip(state.copied, outcomes, strict=True):
-                state.outcomes[position] = LOADED if outcome.ok else outcome
-            self._end_job(state)
-
-
-def _keys_of(job: TransferJob) -> Iterator[OffloadKey]:
-    return chain.from_iterable(group.keys for group in job.groups)
-
-
-def by_groups(job: TransferJob, outcomes: Sequence[BlockOutcome | None]) -> tuple[tuple[BlockOutcome, ...], ...]:
-    """The outcomes of all blocks of a job, as those of each group; MISSING where there is none."""
-    each = iter([outcome or MISSING for outcome in outcomes])
-    return tuple(tuple(islice(each, len(group.keys))) for group in job.groups)
+            copy.runs = [(1, LOADED if outcome.ok else outcome) for outcome in outcomes]
+            self._end_copy(copy)
 
 
 @lru_cache(64)

@@ -37,7 +37,7 @@ BORROW_SECONDS = 1.0
 
 
 class SchedulerClient:
-    """An engine's scheduler at a stack process. Call `step` once per engine step, from one thread.
+    """An engine's scheduler at a stack process. Call `turn` once per engine step, from one thread.
 
     What comes within a step are answers to lookups alone: whatever ends a lease waits for the next step. When the
     connection ends all is a miss, until another one is made: see `Reconnection`.
@@ -92,7 +92,7 @@ class SchedulerClient:
         while not self.core.noted:
             if self._channel.closed or not self.wait(until - time.monotonic()):
                 raise ResourceError(f"a worker has not connected: {self._channel.fault or 'too late'}")
-            self.step()
+            self.turn()
         return self.core.notes
 
     def join(self, manifest: bytes) -> None:
@@ -106,7 +106,7 @@ class SchedulerClient:
         while not self.core.joined and not self.core.fault:
             if self._channel.closed or not self.wait(until - time.monotonic()):
                 raise ResourceError(f"the stack process did not serve this engine: {self._channel.fault or 'too late'}")
-            self.step()
+            self.turn()
         if self.core.fault:
             raise ConfigError(f"the stack process does not serve this engine: {self.core.fault}")
         self._borrow()
@@ -114,9 +114,9 @@ class SchedulerClient:
     def _borrow(self) -> None:
         """Have rows ahead, so that the first store finds some. Where there are none it goes without."""
         until = time.monotonic() + BORROW_SECONDS
-        self.step()
+        self.turn()
         while not self.core.room and self.core.connected and self.wait(until - time.monotonic()):
-            self.step()
+            self.turn()
 
     def request(
         self, request_id: str, keys: Sequence[OffloadKey] = (), info: RequestInfo | None = None
@@ -153,8 +153,8 @@ class SchedulerClient:
             self._later += [item for item in items if type(item) is not Found]
             self.core.take_in(answers)
 
-    def step(self) -> list[JobResult]:
-        """Once per engine step: take in what came, send what was decided, return the jobs that ended."""
+    def turn(self) -> None:
+        """Once per engine step: take in what came, send what was decided. `core.ended` are the copies that ended."""
         self._receive()
         now = time.monotonic()
         if now >= self._want_at and self.core.serves:
@@ -162,8 +162,6 @@ class SchedulerClient:
             self.core.want_rows()
         self._send()
         self._may_wait = True
-        results, self.core.results = self.core.results, []
-        return results
 
     def wait(self, timeout_seconds: float) -> bool:
         """Wait until something came, or the time is over."""
@@ -239,6 +237,7 @@ class EngineClient(SchedulerClient):
         kind = discover().get("gpu")
         self._worker = WorkerClient(identity, tensors, gpu or kind(kind.Options(type="gpu")))
         self._copied: deque[tuple[JobId, Sequence[BlockOutcome]]] = deque()
+        self._last_job = 0
         self._worker.report = lambda job, outcomes: self._copied.append((job, outcomes))
         try:
             super().__init__(identity)
@@ -259,11 +258,17 @@ class EngineClient(SchedulerClient):
 
     def job(self, kind: JobKind, groups: Sequence[GPUGroup]) -> TransferJob:
         """A job with a number of its own."""
-        return self.core.job(kind, groups)
+        self._last_job += 1
+        return TransferJob(JobId(self._last_job), kind, tuple(groups))
 
     def reserve(self, request: ClientRequest, keys: Sequence[OffloadKey]) -> None:
         """Have keys brought into rows; `request.served` says when, `request.leased` which."""
         self.core.reserve(request, keys)
+
+    def step(self) -> list[JobResult]:
+        """Once per engine step: take in what came, send what was decided, return the jobs that ended."""
+        self.turn()
+        return self.core.take_results()
 
     def submit(self, job: TransferJob, request: ClientRequest | None = None) -> None:
         """Begin a job; its result comes out of a later `step`."""

@@ -94,10 +94,8 @@ class StackClient(EngineClient):
 
     def step(self) -> list[JobResult]:
         """Once per engine step: take in what came, begin parts of jobs, send, return the jobs that ended."""
-        if self._transfers is None:
-            return super().step()
         self._forget_answers()
-        super().step()
+        self.turn()
         core = self.core
         if len(core.events) > EVENTS_MAX:
             self.events_lost += sum(len(event.keys) for event in core.events[:-EVENTS_MAX])
@@ -108,7 +106,6 @@ class StackClient(EngineClient):
     def _receive(self) -> None:
         super()._receive()
         if self._transfers is not None:
-            self._copy_ended.clear()
             self._transfers.advance(time.monotonic())
 
     def wait(self, timeout_seconds: float) -> bool:
@@ -119,6 +116,7 @@ class StackClient(EngineClient):
             return True
         due = self.transfers.next_deadline - time.monotonic()
         found = self._idle.poll(max(0.0, min(due, timeout_seconds)) * 1e3)
+        self._copy_ended.clear()  # here alone: a step takes in what came, whatever was signalled
         return bool(found) or due <= timeout_seconds
 
     @property
@@ -134,13 +132,13 @@ class StackClient(EngineClient):
         An answer holds until the second step after it. One lookup of a step waits, once.
         """
         core, looks = self.core, self._looks
-        found = core.lookup(looks, keys)
+        found = core.lookup(looks, keys) if looks.states else [LookupResult.RETRY] * len(keys)
         if LookupResult.RETRY in found:
-            core.look(looks, [key for key in keys if key not in looks.states], ask)
+            core.look(looks, [key for key in keys if key not in looks.states] if looks.states else keys, ask)
             if self._may_wait and not looks.served:
                 self._may_wait = False
                 self._await(lambda: looks.served, LOOKUP_WAIT_SECONDS)
-                found = core.lookup(looks, keys)
+            found = core.lookup(looks, keys)
         return found
 
     def _forget_answers(self) -> None:

@@ -1,8 +1,8 @@
 """Jobs of any size for an engine at a stack process: stores take rows as they are lent, loads reserve a window of rows.
 
-No I/O and no clock. A part of a job that has its rows is a job of `EngineCore`; a worker copies it, and the part ends
-with the worker's report. The job ends with its last part. What has not begun by the job's deadline ends there: a store
-is dropped for lack of a row, a load is late.
+No I/O and no clock. A job whose rows are all there, as is usual, is one copy of `EngineCore`; a worker carries it out,
+and the job ends with the worker's report. Others are copied in parts, as rows come, and end with the last of them. What
+has not begun by the job's deadline ends there: a store is dropped for lack of a row, a load is late.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, chain, groupby
+from itertools import accumulate, chain, islice
 
 import numpy as np
 
-from kvtier.client.core import EngineCore, by_groups
+from kvtier.client.copies import Copy, keys_of
+from kvtier.client.core import EngineCore
 from kvtier.client.request import ClientRequest
 from kvtier.errors import IntegrityError
 from kvtier.service.wire import ITEM_KEYS_MAX, LATE
@@ -46,16 +47,23 @@ class RowWindow:
 
 @dataclass(slots=True, eq=False)
 class CopiedPart:
-    """Blocks of a job, by their positions in it, that a worker copies. `block_bytes`: of a block of each group."""
+    """Blocks of a job, by their positions in it, that a worker copies."""
 
     transfer: RunningJob
     positions: list[int]
-    block_bytes: list[int]
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class WholeCopy:
+    """A job that is one copy, since when, and the rows of those for loads that it holds."""
+
+    begun: float
+    rows: int
 
 
 @dataclass(slots=True, eq=False)
 class RunningJob:
-    """A job that has not ended. `todo` are the positions of blocks without a row.
+    """A job that is copied in parts. `todo` are the positions of blocks without a row.
 
     `open` counts those without an outcome. `retry_at`: no window is reserved before, because the last one got no row.
     """
@@ -73,7 +81,7 @@ class RunningJob:
 
     def __post_init__(self) -> None:
         groups = self.job.gpu_groups
-        self.keys = list(chain.from_iterable(group.keys for group in groups))
+        self.keys = list(keys_of(self.job))
         self.outcomes = [None] * len(self.keys)
         self.todo = deque(range(len(self.keys)))
         self.open = len(self.keys)
@@ -130,7 +138,9 @@ class RunningJob:
 
     def result(self, now: float) -> JobResult:
         """The result, once every block has an outcome."""
-        return JobResult(self.job.job_id, by_groups(self.job, self.outcomes), self.bytes_moved, now - self.begun)
+        each = iter([outcome or jobs.MISSING for outcome in self.outcomes])
+        outcomes = tuple(tuple(islice(each, len(group.keys))) for group in self.job.groups)
+        return JobResult(self.job.job_id, outcomes, self.bytes_moved, now - self.begun)
 
 
 class Transfers:
@@ -145,46 +155,66 @@ class Transfers:
         self.results: list[JobResult] = []
         self._core = core
         self._begin_copy = begin_copy
-        self._geometry = geometry
+        self._factor = geometry.factor
+        self._block_bytes = list(map(geometry.kv_bytes_per_offloaded_block, range(geometry.num_groups)))
         self._rows = self._rows_left = max(2, num_rows // 2)
         self._window_most = max(1, min(WINDOW_MAX, num_rows // 4))
+        self._whole: dict[JobId, WholeCopy] = {}
         self._open: dict[JobId, RunningJob] = {}
         self._windows: list[RowWindow] = []
-        self._parts: dict[JobId, CopiedPart] = {}
+        self._parts: dict[int, CopiedPart] = {}
         self._last_window = 0
 
     @property
     def in_flight(self) -> int:
         """Jobs that have not ended."""
-        return len(self._open)
+        return len(self._open) + len(self._whole)
 
     @property
     def copies(self) -> int:
-        """Parts of jobs that are being copied."""
-        return len(self._parts)
+        """Copies in flight."""
+        return len(self._parts) + len(self._whole)
 
     def has(self, job_id: JobId) -> bool:
         """True if a job of this number has not ended."""
-        return job_id in self._open
+        return job_id in self._whole or job_id in self._open
 
     def submit(self, job: TransferJob, request: ClientRequest | None, now: float) -> None:
         """Begin a job. A load ends the leases of its request; blocks that are leased to it need no window."""
+        keys, loads = keys_of(job), job.kind is JobKind.LOAD
+        if self._has_rows(job, keys, request):
+            self._whole[job.job_id] = WholeCopy(now, len(keys) if loads else 0)
+            self._copy(job, request)
+            return
         transfer = self._open[job.job_id] = RunningJob(job, now)
-        if transfer.loads:
-            self._begin_leased(transfer, request)
-        else:
-            transfer.drop_partial(self._geometry.factor)
+        if not loads:
+            transfer.drop_partial(self._factor)
+        elif request is not None:
+            self._core.release(request)
         self.advance(now)
 
-    def _begin_leased(self, transfer: RunningJob, request: ClientRequest | None) -> None:
-        """Copy out of the rows that are leased to the request, if those are all; else the leases end."""
-        if request is None or not transfer.keys:
-            return
-        if len(transfer.keys) <= WINDOW_MAX and all(map(request.leased.__contains__, transfer.keys)):
-            self._begin(transfer, list(transfer.todo), request)
-            transfer.todo.clear()
+    def _has_rows(self, job: TransferJob, keys: Sequence[OffloadKey], request: ClientRequest | None) -> bool:
+        """True if there is a row for each block, and each is worth one."""
+        if job.kind is JobKind.STORE:
+            if not 0 < len(keys) <= self._core.room:
+                return False
+            return all(group.runs.all_whole(len(group.keys), self._factor) for group in job.gpu_groups)
+        if request is None or not 0 < len(keys) <= WINDOW_MAX:
+            return False
+        return all(map(request.leased.__contains__, keys))
+
+    def _copy(self, job: TransferJob, request: ClientRequest | None) -> int:
+        """Copy blocks: out of the rows leased to a request, or into rows that are lent. Returns the copy's number."""
+        core = self._core
+        if job.kind is JobKind.STORE:
+            copy = core.begin_store(job)
         else:
-            self._core.release(request)
+            assert request is not None
+            self._rows_left -= sum(map(len, map(jobs.KEYS_OF, job.groups)))
+            copy = core.begin_load(job, request)
+        assert copy is not None  # each block has a row
+        self._begin_copy(copy)
+        return copy.job_id
 
     def cancel(self, job_id: JobId) -> None:
         """End a job early. Its result still comes, after the copies in flight."""
@@ -213,14 +243,15 @@ class Transfers:
 
     def advance(self, now: float) -> None:
         """Take in the parts that ended, begin others, and keep the results of the jobs that have ended."""
-        self._advance(now)
-        while self._core.results:  # of parts that ended as they began
-            self._advance(now)
+        core = self._core
+        if core.ended:
+            ended, core.ended = core.ended, []
+            for copy in ended:
+                self._on_end(copy, now)
+        if self._open:
+            self._advance_parts(now)
 
-    def _advance(self, now: float) -> None:
-        ended, self._core.results = self._core.results, []
-        for result in ended:
-            self._on_part(result)
+    def _advance_parts(self, now: float) -> None:
         for window in [each for each in self._windows if each.request.served]:
             self._on_window(window, now)
         for transfer in list(self._open.values()):
@@ -232,6 +263,31 @@ class Transfers:
                 del self._open[transfer.job.job_id]
                 self.results.append(transfer.result(now))
 
+    def _on_end(self, copy: Copy, now: float) -> None:
+        """A copy has ended: the whole job, or a part of one."""
+        part, count = self._parts.pop(copy.number, None), len(copy.keys)
+        if copy.job.kind is JobKind.LOAD:
+            self._rows_left += count
+        if part is not None:
+            first = 0
+            for size, outcome in copy.runs:
+                part.transfer.complete(part.positions[first : first + size], outcome)
+                first += size
+            part.transfer.bytes_moved += self._bytes_moved(copy)
+            return
+        job_id = copy.job.job_id
+        begun = self._whole.pop(job_id).begun
+        self.results.append(JobResult(job_id, copy.outcomes(), self._bytes_moved(copy), now - begun))
+
+    def _bytes_moved(self, copy: Copy) -> int:
+        """The bytes of the blocks that were copied, of a copy of all blocks of its job."""
+        if len(self._block_bytes) == 1:
+            return self._block_bytes[0] * sum([count for count, outcome in copy.runs if outcome.status in MOVED])
+        return sum(
+            self._block_bytes[group.group] * sum(outcome.status in MOVED for outcome in outcomes)
+            for group, outcomes in zip(copy.job.groups, copy.outcomes(), strict=True)
+        )
+
     def check_integrity(self) -> None:
         """Raise IntegrityError unless what is open, in windows and in copies agrees."""
         windows: list[RowWindow | CopiedPart] = [*self._windows, *self._parts.values()]
@@ -241,6 +297,7 @@ class Transfers:
             if places != [at for at, outcome in enumerate(transfer.outcomes) if outcome is None]:
                 raise IntegrityError(f"job {transfer.job.job_id} has blocks that are nowhere, or twice")
         held = sum(len(each.positions) for each in windows if each.transfer.loads)
+        held += sum(whole.rows for whole in self._whole.values())
         if self._rows_left + held != self._rows:
             raise IntegrityError(f"loads hold {held} rows, and {self._rows_left} of {self._rows} are left")
 
@@ -260,29 +317,10 @@ class Transfers:
             self._begin(transfer, positions)
 
     def _begin(self, transfer: RunningJob, positions: list[int], request: ClientRequest | None = None) -> None:
-        """Copy blocks: out of the rows leased to a request, or into rows that are lent."""
-        core = self._core
+        """Copy some blocks of a job."""
         groups, order = transfer.groups_of(positions)
-        job = core.job(transfer.job.kind, groups)
-        block_bytes = [self._geometry.kv_bytes_per_offloaded_block(group.group) for group in groups]
-        self._parts[job.job_id] = CopiedPart(transfer, order, block_bytes)
-        if request is not None:
-            self._rows_left -= len(order)
-        copy = core.begin_store(job) if request is None else core.begin_load(job, request)
-        if copy is not None:
-            self._begin_copy(copy)
-
-    def _on_part(self, result: JobResult) -> None:
-        part = self._parts.pop(result.job_id)
-        transfer, end = part.transfer, 0
-        for block_bytes, outcomes in zip(part.block_bytes, result.outcomes, strict=True):
-            for outcome, run in groupby(outcomes):
-                begin, end = end, end + len(list(run))
-                transfer.complete(part.positions[begin:end], outcome)
-                if outcome.status in MOVED:
-                    transfer.bytes_moved += block_bytes * (end - begin)
-        if transfer.loads:
-            self._rows_left += len(part.positions)
+        job = TransferJob(transfer.job.job_id, transfer.job.kind, tuple(groups))
+        self._parts[self._copy(job, request)] = CopiedPart(transfer, order)
 
     # -- loads ---------------------------------------------------------------------------------------------------
 

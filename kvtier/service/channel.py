@@ -13,12 +13,15 @@ import socket
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from kvtier.service.wire import MESSAGE_BYTES_MAX, Codec, Item, WireError
 
 DESCRIPTORS_MAX = 64
+INBOX_MESSAGES = 8
+SLOT_BYTES = MESSAGE_BYTES_MAX + 64
+_SEND_FLAGS = int(socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
 _AGAIN = (errno.EAGAIN, errno.EINTR, errno.ENOBUFS)
 
 
@@ -27,9 +30,52 @@ def _libc() -> ctypes.PyDLL:
     """Calls that keep the GIL."""
     libc = ctypes.PyDLL(None, use_errno=True)
     libc.send.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int)
-    libc.recv.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int)
-    libc.send.restype = libc.recv.restype = ctypes.c_ssize_t
+    libc.send.restype = ctypes.c_ssize_t
+    libc.recvmmsg.restype = ctypes.c_int
     return libc
+
+
+class _IOVec(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+class _Message(ctypes.Structure):
+    """`struct mmsghdr` of recvmmsg(2): a message without address and control data, and its bytes."""
+
+    _fields_ = (
+        ("name", ctypes.c_void_p),
+        ("name_length", ctypes.c_uint32),
+        ("vector", ctypes.POINTER(_IOVec)),
+        ("vector_length", ctypes.c_size_t),
+        ("control", ctypes.c_void_p),
+        ("control_length", ctypes.c_size_t),
+        ("flags", ctypes.c_int),
+        ("padding", ctypes.c_int),
+        ("length", ctypes.c_uint),
+    )
+
+
+class _Inbox:
+    """Buffers of the messages that one call receives. Memory that no message has reached is not resident."""
+
+    def __init__(self, fd: int) -> None:
+        buffer = bytearray(INBOX_MESSAGES * SLOT_BYTES)
+        base = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+        self._vectors = (_IOVec * INBOX_MESSAGES)()
+        self._headers = (_Message * INBOX_MESSAGES)()
+        for at, (vector, header) in enumerate(zip(self._vectors, self._headers, strict=True)):
+            vector.base, vector.length = base + at * SLOT_BYTES, MESSAGE_BYTES_MAX + 1
+            header.vector, header.vector_length = ctypes.pointer(vector), 1
+        self._views = [memoryview(buffer)[at * SLOT_BYTES :] for at in range(INBOX_MESSAGES)]
+        self._call = partial(_libc().recvmmsg, ctypes.c_int(fd), self._headers)
+        self._flags = ctypes.c_int(socket.MSG_DONTWAIT), ctypes.c_void_p()
+
+    def receive(self, most: int) -> list[memoryview]:
+        """Up to so many messages, until the next call. The end of the connection is an empty one. Raises OSError."""
+        count = self._call(ctypes.c_uint(most), *self._flags)
+        if count < 0:
+            raise OSError(ctypes.get_errno(), "")
+        return [self._views[at][: self._headers[at].length] for at in range(count)]
 
 
 class Channel:
@@ -47,8 +93,7 @@ class Channel:
         self._most = outbox_bytes_max
         self._outbox: deque[bytes] = deque()
         self._waiting = self._sent = self._received = 0
-        self._buffer = ctypes.create_string_buffer(MESSAGE_BYTES_MAX + 1)
-        self._view = memoryview(self._buffer)
+        self._inbox = _Inbox(sock.fileno())
         self.closed = False
         self.fault = ""
 
@@ -83,7 +128,7 @@ class Channel:
         outbox, send, fd = self._outbox, _libc().send, self._sock.fileno()
         while outbox and not self.closed:
             message = outbox[0]
-            if send(fd, message, len(message), socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT) < 0:
+            if send(fd, message, len(message), _SEND_FLAGS) < 0:
                 number = ctypes.get_errno()
                 if number in _AGAIN:
                     return False
@@ -96,26 +141,37 @@ class Channel:
     def receive(self, messages_max: int = 1 << 30) -> list[Any]:
         """The items of up to so many messages that have come. Empty if there are none, and once `closed`."""
         items: list[Any] = []
-        recv, fd = _libc().recv, self._sock.fileno()
         while messages_max > 0 and not self.closed:
-            messages_max -= 1
-            length = recv(fd, self._buffer, MESSAGE_BYTES_MAX + 1, socket.MSG_DONTWAIT)
-            if length <= 0:
-                number = ctypes.get_errno() if length else 0
-                if length and number in _AGAIN:
-                    break
-                self._end(os.strerror(number) if number else "the peer has closed the connection")
-                break
+            most = min(messages_max, INBOX_MESSAGES)
             try:
-                sequence, found = self._theirs.decode(self._view[:length])
-                if sequence != self._received:
-                    raise WireError(f"message {sequence} came in the place of {self._received}")
-            except WireError as error:
-                self._end(str(error))
+                messages = self._inbox.receive(most)
+            except OSError as error:
+                if error.errno not in _AGAIN:
+                    self._end(os.strerror(error.errno or 0))
                 break
-            self._received += 1
-            items += found
+            for message in messages:
+                self._take_in(message, items)
+                if self.closed:
+                    return items
+            if len(messages) < most:
+                break
+            messages_max -= most
         return items
+
+    def _take_in(self, message: memoryview, items: list[Any]) -> None:
+        """Decode a message, and add its items."""
+        if not message:
+            self._end("the peer has closed the connection")
+            return
+        try:
+            sequence, found = self._theirs.decode(message)
+            if sequence != self._received:
+                raise WireError(f"message {sequence} came in the place of {self._received}")
+        except WireError as error:
+            self._end(str(error))
+            return
+        self._received += 1
+        items += found
 
     def _end(self, fault: str) -> None:
         self.closed, self.fault = True, fault

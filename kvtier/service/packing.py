@@ -83,11 +83,14 @@ class Places(msgspec.Struct, array_like=True, frozen=True):
         self._check()
         return np.frombuffer(self.rows, np.int32).astype(np.int64), np.frombuffer(self.generations, np.int64)
 
+    def lists(self) -> tuple[list[int], list[int]]:
+        """Rows and generations. Raises WireError unless there are as many of both."""
+        self._check()
+        return memoryview(self.rows).cast("i").tolist(), memoryview(self.generations).cast("q").tolist()
+
     def pairs(self) -> list[tuple[int, int]]:
         """Each row and its generation. Raises WireError unless there are as many of both."""
-        self._check()
-        rows, generations = memoryview(self.rows).cast("i").tolist(), memoryview(self.generations).cast("q").tolist()
-        return list(zip(rows, generations, strict=True))
+        return list(zip(*self.lists(), strict=True))
 
     def _check(self) -> None:
         if len(self.rows) % 4 or len(self.generations) != 2 * len(self.rows):

@@ -6,19 +6,20 @@ import asyncio
 from collections.abc import Callable, Sequence
 from errno import EIO, ESTALE
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from random import Random
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvtier.client.copies import Copy
 from kvtier.client.core import EngineCore
 from kvtier.client.request import ClientRequest
 from kvtier.service import wire
 from kvtier.service.wire import CHANGED, UNCHANGED, Hello
 from kvtier.tier.contract import LookupResult
 from kvtier.types.gpu_runs import GPURuns
-from kvtier.types.jobs import GPUGroup, JobKind, JobResult, TransferJob
+from kvtier.types.jobs import GPUGroup, JobKind, TransferJob
 from kvtier.types.keys import JobId, OffloadKey, key_group
 from kvtier.types.namespace import Namespace
 from simulator.service.plan import ServicePlan
@@ -312,10 +313,10 @@ class SimulatedEngineLife:
     async def _check_answers(self) -> None:
         """All that was asked is answered, and all jobs end, while there is a connection."""
         for _ in range(2000):
-            if self.end is None or not (self.core._asked or self.core._jobs):
+            if self.end is None or not (self.core._asked or self.core._copies):
                 return
             await asyncio.sleep(0.01)
-        asked, jobs = len(self.core._asked), list(self.core._jobs)
+        asked, jobs = len(self.core._asked), list(self.core._copies)
         self.world.oracle.violation(f"engine {self.number}: {asked} numbers were not answered, jobs {jobs} did not end")
 
     @property
@@ -371,9 +372,9 @@ class SimulatedEngineLife:
         if core.serves and rng.random() < 0.5:
             core.want_rows()
         self._send()
-        for result in core.results:
-            self._on_result(result)
-        core.results.clear()
+        for copy in core.ended:
+            self._on_end(copy)
+        core.ended.clear()
 
     def _send(self) -> None:
         if self.end is not None and self.core.out:
@@ -432,13 +433,12 @@ class SimulatedEngineLife:
         chain = self.rng.choice(self.plan.chains)
         keys = list(chain[: self.rng.randint(1, len(chain))])
         fill = self.world.oracle.begin_fill(self.model, self.number, keys, self._foreign)
-        job = self.core.job(JobKind.STORE, self._groups(keys))
         waits = self.adapters.random() < 0.2
-        part = self.core.begin_store(job, waits)
+        part = self.core.begin_store(self._job(JobKind.STORE, keys), waits)
         if part is not None:
             self._begin(part, fill, None)
             if waits:
-                self._unsure[job.job_id] = fill
+                self._unsure[part.job_id] = fill
 
     def _end_unsure(self) -> None:
         """Some stores are of an adapter that changed meanwhile, which is known only after the copies."""
@@ -456,19 +456,18 @@ class SimulatedEngineLife:
         if self._resets:
             self.world.oracle.violation(f"engine {self.number}: loads before its reset is durable")
         load = Load(self.void_seen)
-        job = self.core.job(JobKind.LOAD, self._groups(keys))
-        part = self.core.begin_load(job, request)
+        part = self.core.begin_load(self._job(JobKind.LOAD, keys), request)
         assert part is not None
-        self.loads[job.job_id] = load
+        self.loads[part.job_id] = load
         self._begin(part, None, load)
 
-    def _groups(self, keys: Sequence[OffloadKey]) -> list[GPUGroup]:
+    def _job(self, kind: JobKind, keys: Sequence[OffloadKey]) -> TransferJob:
         factor = self.plan.layout.block_size_factor
         groups = []
         for group, members in groupby(sorted(keys, key=key_group), key_group):
             names = tuple(members)
             groups.append(GPUGroup(group, names, GPURuns.whole(range(len(names) * factor), factor)))
-        return groups
+        return TransferJob(JobId(0), kind, tuple(groups))
 
     def _begin(self, part: TransferJob, fill: FillRecord | None, load: Load | None) -> None:
         """Hand a job to the workers, beside the connection: they may begin before the step is sent, or after."""
@@ -488,13 +487,13 @@ class SimulatedEngineLife:
             if load is not None:
                 self.core.on_load_end(job.job_id)
 
-    def _on_result(self, result: JobResult) -> None:
-        for group in result.outcomes:
-            for outcome in group:
-                self.world.oracle.covered[f"blocks {outcome.status.value}"] += 1
-        load = self.loads.pop(result.job_id, None)
-        if load is not None and all(outcome.ok for group in result.outcomes for outcome in group):
-            self._check(result.job_id, load, is_void=True)
+    def _on_end(self, copy: Copy) -> None:
+        outcomes = list(chain.from_iterable(copy.outcomes()))
+        for outcome in outcomes:
+            self.world.oracle.covered[f"blocks {outcome.status.value}"] += 1
+        load = self.loads.pop(copy.number, None)
+        if load is not None and all(outcome.ok for outcome in outcomes):
+            self._check(copy.number, load, is_void=True)
 
     def _check(self, job: int, load: Load, is_void: bool) -> None:
         """The pages of a load that succeeded are those of one fill of each key, of this namespace.

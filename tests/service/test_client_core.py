@@ -13,7 +13,7 @@ from kvtier.service.wire import LEASED, Keys, Places
 from kvtier.tier.contract import LookupResult
 from kvtier.types.gpu_runs import GPURuns
 from kvtier.types.jobs import BlockStatus, GPUGroup, JobKind, TransferJob
-from kvtier.types.keys import GroupIndex
+from kvtier.types.keys import GroupIndex, JobId
 
 KEYS = block_keys(3)
 MANIFEST = NAMESPACE.manifest().encode()
@@ -36,8 +36,8 @@ def taken(core: EngineCore, kind: type[wire.Item]) -> list[wire.Item]:
     return found
 
 
-def job(core: EngineCore, kind: JobKind) -> TransferJob:
-    return core.job(kind, [GPUGroup(GroupIndex(0), KEYS, GPURuns.whole(range(3)))])
+def job(kind: JobKind) -> TransferJob:
+    return TransferJob(JobId(9), kind, (GPUGroup(GroupIndex(0), KEYS, GPURuns.whole(range(3))),))
 
 
 def leased(core: EngineCore) -> ClientRequest:
@@ -59,17 +59,17 @@ def test_without_a_connection_all_is_a_miss_and_stores_are_dropped() -> None:
     core = served()
     request = leased(core)
     core.take_in([wire.Lent(Places.of([8, 9, 10], [1, 1, 1]))])
-    part = core.begin_store(job(core, JobKind.STORE), waits=True)
+    part = core.begin_store(job(JobKind.STORE), waits=True)
     assert part is not None
     core.lose()
     assert (core.serves, core.room, core.out) == (False, 0, [])
     assert core.lookup(request, KEYS) == [LookupResult.MISS] * 3
-    (result,) = core.results
+    (result,) = core.take_results()
     assert [outcome.status for outcome in result.outcomes[0]] == [BlockStatus.DROPPED] * 3
     core.end_store(part.job_id, ESTALE)
     request.end()
     assert core.out == []
-    assert core.begin_store(job(core, JobKind.STORE)) is None
+    assert core.begin_store(job(JobKind.STORE)) is None
 
 
 def test_it_joins_again_when_its_workers_are_there_and_asks_afresh() -> None:
@@ -103,27 +103,27 @@ def test_a_name_that_is_known_late_is_sent_to_the_process_that_there_is() -> Non
 
 def test_no_connection_is_made_while_a_load_needs_the_rows_of_the_one_before() -> None:
     core = served()
-    load = core.begin_load(job(core, JobKind.LOAD), leased(core))
+    load = core.begin_load(job(JobKind.LOAD), leased(core))
     assert load is not None
     core.lose()
     assert not core.is_drained
     core.on_load_end(load.job_id)
     assert core.is_drained
-    (result,) = core.results
+    (result,) = core.take_results()
     assert [outcome.status for outcome in result.outcomes[0]] == [BlockStatus.LOADED] * 3
     core.on_load_end(load.job_id)
-    assert len(core.results) == 1
+    assert not core.ended
 
 
 def test_a_load_that_had_ended_when_the_connection_did_needs_nothing() -> None:
     core = served()
-    load = core.begin_load(job(core, JobKind.LOAD), leased(core))
+    load = core.begin_load(job(JobKind.LOAD), leased(core))
     assert load is not None
     core.on_load_end(load.job_id)
-    assert core.results == []  # the stack process will say so
+    assert core.ended == []  # the stack process will say so
     core.lose()
     assert core.is_drained
-    assert len(core.results) == 1
+    assert len(core.take_results()) == 1
 
 
 def test_a_reset_that_no_process_made_durable_is_sent_to_the_next_one() -> None:

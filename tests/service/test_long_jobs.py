@@ -7,14 +7,14 @@ from support_sessions import HandEngine, names, pool_world
 from kvtier.client.core import EngineCore
 from kvtier.service import wire
 from kvtier.types.gpu_runs import GPURuns
-from kvtier.types.jobs import GPUGroup, JobKind
-from kvtier.types.keys import GroupIndex, OffloadKey
+from kvtier.types.jobs import GPUGroup, JobKind, TransferJob
+from kvtier.types.keys import GroupIndex, JobId, OffloadKey
 
 BLOCKS = 3000
 
 
-def groups(keys: list[OffloadKey]) -> list[GPUGroup]:
-    return [GPUGroup(GroupIndex(0), tuple(keys), GPURuns.whole(range(len(keys))))]
+def groups(keys: list[OffloadKey]) -> tuple[GPUGroup, ...]:
+    return (GPUGroup(GroupIndex(0), tuple(keys), GPURuns.whole(range(len(keys)))),)
 
 
 def step(core: EngineCore, engine: HandEngine) -> None:
@@ -35,7 +35,7 @@ async def test_a_job_of_many_blocks_is_stored_found_and_loaded_whole():
         while core.room < BLOCKS:
             step(core, engine)
             await world.turn()
-        job = core.begin_store(core.job(JobKind.STORE, groups(keys)))
+        job = core.begin_store(TransferJob(JobId(0), JobKind.STORE, groups(keys)))
         assert job is not None
         assert sum(isinstance(item, wire.Fill) for item in core.out) == 3
         step(core, engine)
@@ -46,20 +46,19 @@ async def test_a_job_of_many_blocks_is_stored_found_and_loaded_whole():
         )
         await engine.wait(lambda: any(isinstance(item, wire.Ended) and not item.more for item in engine.items))
         step(core, engine)
-        (result,) = core.results
+        (result,) = core.take_results()
         assert [outcome.ok for outcome in result.outcomes[0]] == [True, False] * (BLOCKS // 2)
-        core.results.clear()
         request = core.request("r", keys)
         step(core, engine)
         step(core, engine)
         stored = [key for key in keys if key in request.leased]
         assert stored == keys[::2]
-        loading = core.begin_load(core.job(JobKind.LOAD, groups(stored)), request)
+        loading = core.begin_load(TransferJob(JobId(0), JobKind.LOAD, groups(stored)), request)
         assert loading is not None
         assert sum(isinstance(item, wire.Load) for item in core.out) == 2
         step(core, engine)
         engine.report(loading.job_id, (len(stored), 0))
         step(core, engine)
-        (result,) = core.results
+        (result,) = core.take_results()
         assert all(outcome.ok for outcome in result.outcomes[0])
         assert engine.session.leasing.leased == 0

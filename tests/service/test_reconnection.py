@@ -346,10 +346,10 @@ def test_a_scheduler_that_requires_no_process_is_served_once_there_is_one(folder
     client = SchedulerClient(identity, required=False)
     request = client.request("r", block_keys(1))
     assert client.lookup(request, block_keys(1)) == [LookupResult.MISS]
-    until(lambda: client.step() == [] and is_listening(private.path), "it was started")
+    until(lambda: client.turn() is None and is_listening(private.path), "it was started")
     gpu = discover().get("gpu")
     worker = WorkerClient(identity, [torch.zeros((BLOCKS, PAGE), dtype=torch.uint8)], gpu(gpu.Options(type="gpu")))
-    until(lambda: client.step() == [] and client.core.serves, "it is served")
+    until(lambda: client.turn() is None and client.core.serves, "it is served")
     worker.close()
     client.close()
 

@@ -167,7 +167,7 @@ def test_a_store_that_waits_counts_with_the_engines_word(errno, tmp_path):
         client._worker.begin(part, client.life)
         client.step()
         assert LookupResult.HIT not in found_by(other, "before")
-        client.core.end_store(job.job_id, errno)
+        client.core.end_store(part.job_id, errno)
         assert finish(client, job.job_id) == ["failed" if errno else "stored"] * 4
         assert found_by(other, "after") == [LookupResult.MISS if errno else LookupResult.HIT] * 4
 

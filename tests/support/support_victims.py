@@ -184,7 +184,7 @@ def live(path: str, state: mmap.mmap, seed: int, kind: str) -> None:
         os.read(connected, 1)
         target = child if kind == "worker" else target
         client = EngineClient.__new__(EngineClient)
-        client._worker, client._copied = PipeWorker(written), deque()  # type: ignore[assignment]
+        client._worker, client._copied, client._last_job = PipeWorker(written), deque(), 0  # type: ignore[assignment]
         SchedulerClient.__init__(client, identity)
         client.wait_joined()
     state[0:8] = struct.pack("q", target)

@@ -151,7 +151,7 @@ class ClientDriver:
 
     def begin_load(self, request: ClientRequest, groups: Sequence[GPUGroup]) -> TransferJob | None:
         """Begin to copy blocks out of rows leased to the request; None, or a part, if some are not."""
-        copy = self._core.begin_load(self._core.job(JobKind.LOAD, groups), request)
+        copy = self._core.begin_load(_job(JobKind.LOAD, groups), request)
         if copy is not None:
             self._loads[request.id] = copy.job_id
         return copy
@@ -161,7 +161,7 @@ class ClientDriver:
 
         With `waits` they count once `end_store` was called too.
         """
-        copy = self._core.begin_store(self._core.job(JobKind.STORE, groups), waits)
+        copy = self._core.begin_store(_job(JobKind.STORE, groups), waits)
         if copy is not None and waits:
             self._unsure.update((key, copy.job_id) for group in copy.groups for key in group.keys)
         return copy
@@ -185,8 +185,9 @@ class ClientDriver:
 
     def turn(self) -> bool:
         """Take in what came, send what was decided. False: nothing but this engine's own reset makes leases void."""
-        self.client.step()
+        self.client.turn()
         core = self._core
+        core.ended.clear()  # vLLM goes by the reports of its workers
         self._take_in_events()
         if not core.joined:
             self._join_late()
@@ -355,6 +356,11 @@ class ClientDriver:
         """Disconnect; the stack process goes on until its last engine has gone."""
         self._naming.close()
         self.client.close()
+
+
+def _job(kind: JobKind, groups: Sequence[GPUGroup]) -> TransferJob:
+    """A job whose copy alone has a number."""
+    return TransferJob(JobId(0), kind, tuple(groups))
 
 
 class ReachableBlocks:
