@@ -49,7 +49,7 @@ def keys_of(job: TransferJob) -> Sequence[OffloadKey]:
 
 
 @dataclass(slots=True, eq=False)
-class Copy:
+class RowCopy:
     """The blocks of a job that are copied, under a number that workers report.
 
     `copied`: the positions of these blocks in the job, in order, and `keys` theirs; the others end as `without`.
@@ -71,7 +71,7 @@ class Copy:
             self.keys = [self.keys[at] for at in self.copied]
 
     def work(self, rows: Sequence[int], generations: Sequence[int]) -> TransferJob:
-        """What a worker copies: these blocks alone, with their rows."""
+        """The job of a worker: these blocks alone, with their rows."""
         job, groups = self.job, list[GPUGroup]()
         first = start = 0
         for group in job.gpu_groups:

@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import chain
 from typing import Any
 
-from kvtier.client.copies import Copy, LentRows, keys_of
+from kvtier.client.copies import LentRows, RowCopy, keys_of
 from kvtier.client.request import ClientRequest
 from kvtier.service import wire
 from kvtier.service.wire import ITEM_KEYS_MAX, LEASED, PENDING, UNKNOWN, Item, Keys, Places, split
@@ -62,7 +62,7 @@ class EngineCore:
         self.manifest = b""
         self.notes: list[str] = []
         self.noted = self.loaded_weights = self.stats_pending = False
-        self.ended: list[Copy] = []
+        self.ended: list[RowCopy] = []
         self.events: list[OffloadingEvent] = []
         self.series: list[wire.MetricSeries] = []
         self.fault = ""
@@ -70,7 +70,7 @@ class EngineCore:
         self.answers: dict[int, list[Any]] = {}
         self._requests: dict[str, ClientRequest] = {}
         self._asked: dict[int, tuple[ClientRequest, list[OffloadKey]]] = {}
-        self._copies: dict[int, Copy] = {}
+        self._copies: dict[int, RowCopy] = {}
         self._lent = LentRows()
         self._filled: dict[OffloadKey, bool] = {}
         self._unsure: dict[JobId, None] = {}
@@ -303,9 +303,9 @@ class EngineCore:
 
     def _new_copy(
         self, job: TransferJob, keys: Sequence[OffloadKey], copied: Sequence[int], without: BlockOutcome
-    ) -> Copy:
+    ) -> RowCopy:
         self._last_copy += 1
-        copy = self._copies[self._last_copy] = Copy(self._last_copy, job, keys, copied, without)
+        copy = self._copies[self._last_copy] = RowCopy(self._last_copy, job, keys, copied, without)
         return copy
 
     def end_store(self, number: JobId, errno: int) -> None:
@@ -314,7 +314,7 @@ class EngineCore:
             del self._unsure[number]
             self.say(wire.Filled(number, errno))
 
-    def _end_copy(self, copy: Copy) -> None:
+    def _end_copy(self, copy: RowCopy) -> None:
         del self._copies[copy.number]
         self.ended.append(copy)
 
@@ -422,7 +422,7 @@ class EngineCore:
             self._on_filled(copy)
         self._end_copy(copy)
 
-    def _on_filled(self, copy: Copy) -> None:
+    def _on_filled(self, copy: RowCopy) -> None:
         """Keep which blocks are in rows now; the oldest are forgotten."""
         filled, first = self._filled, 0
         for count, outcome in copy.runs:

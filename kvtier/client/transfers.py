@@ -15,7 +15,7 @@ from itertools import accumulate, chain, islice
 
 import numpy as np
 
-from kvtier.client.copies import Copy, keys_of
+from kvtier.client.copies import RowCopy, keys_of
 from kvtier.client.core import EngineCore
 from kvtier.client.request import ClientRequest
 from kvtier.errors import IntegrityError
@@ -263,7 +263,7 @@ class Transfers:
                 del self._open[transfer.job.job_id]
                 self.results.append(transfer.result(now))
 
-    def _on_end(self, copy: Copy, now: float) -> None:
+    def _on_end(self, copy: RowCopy, now: float) -> None:
         """A copy has ended: the whole job, or a part of one."""
         part, count = self._parts.pop(copy.number, None), len(copy.keys)
         if copy.job.kind is JobKind.LOAD:
@@ -279,7 +279,7 @@ class Transfers:
         begun = self._whole.pop(job_id).begun
         self.results.append(JobResult(job_id, copy.outcomes(), self._bytes_moved(copy), now - begun))
 
-    def _bytes_moved(self, copy: Copy) -> int:
+    def _bytes_moved(self, copy: RowCopy) -> int:
         """The bytes of the blocks that were copied, of a copy of all blocks of its job."""
         if len(self._block_bytes) == 1:
             return self._block_bytes[0] * sum([count for count, outcome in copy.runs if outcome.status in MOVED])

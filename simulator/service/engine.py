@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvtier.client.copies import Copy
+from kvtier.client.copies import RowCopy
 from kvtier.client.core import EngineCore
 from kvtier.client.request import ClientRequest
 from kvtier.service import wire
@@ -487,7 +487,7 @@ class SimulatedEngineLife:
             if load is not None:
                 self.core.on_load_end(job.job_id)
 
-    def _on_end(self, copy: Copy) -> None:
+    def _on_end(self, copy: RowCopy) -> None:
         outcomes = list(chain.from_iterable(copy.outcomes()))
         for outcome in outcomes:
             self.world.oracle.covered[f"blocks {outcome.status.value}"] += 1
