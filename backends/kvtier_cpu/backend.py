@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from operator import attrgetter
-from typing import Any, ClassVar, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 
 import numpy as np
 from pydantic import Field
@@ -41,10 +41,12 @@ from kvtier.types.jobs import (
 )
 from kvtier.types.keys import CPU
 from kvtier.types.values import job_value
-from kvtier_cpu.region.huge_pages import HugePages
 from kvtier_cpu.region.opening import RegionHost, attach_region, open_region
 from kvtier_cpu.region.populate import private_works
 from kvtier_cpu.region.shared_region import Populated, RegionSpec, SharedRegion, Sharing, intact_rows, seal_rows
+
+if TYPE_CHECKING:
+    from kvtier_cpu.region.huge_pages import HugePages
 
 TRANSFER_OF, IS_OK = attrgetter("transfer"), attrgetter("ok")
 T = TypeVar("T")
@@ -185,6 +187,8 @@ class CPUBackend(LoadStore):
         region = await self._map(context, spec)
         sharing = region.spec.sharing
         if sharing is Sharing.MEMFD and self.options.huge_pages and region.populated is not Populated.SKIPPED:
+            from kvtier_cpu.region.huge_pages import HugePages  # most stacks have private memory
+
             self._huge = HugePages(region.maps[0], self.options.label)
             self._huge.open()
         mode = f"{sharing}, {region.populated}" if self.options.populate else str(sharing)

@@ -16,7 +16,6 @@ from kvtier.errors import RegionError, SharedMemoryError
 from kvtier.tier.contract import Clock
 from kvtier.tier.memory_limits import MemoryLimits, SystemLimits, require
 from kvtier_cpu.region.control_area import ControlArea
-from kvtier_cpu.region.huge_pages import map_aligned
 from kvtier_cpu.region.populate import keep_from_core_dumps, keep_from_forks, make_resident, map_populated, reserve
 from kvtier_cpu.region.rendezvous import (
     Claim,
@@ -292,6 +291,8 @@ class _Opening:
     def _map_rows(self, fd: int) -> Pages:
         if fd < 0 or self.spec.sharing is not Sharing.MEMFD:
             return _map(fd, self.spec.size_bytes)
+        from kvtier_cpu.region.huge_pages import map_aligned  # most stacks have private memory
+
         try:
             return map_aligned(fd, self.spec.size_bytes)
         except OSError as error:
