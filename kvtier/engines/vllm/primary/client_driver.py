@@ -132,6 +132,12 @@ class ClientDriver:
         """
         return [LookupResult.MISS] * len(keys) if request is None else self.client.lookup(request, keys, ask)
 
+    def look_up_one(self, request: ClientRequest | None, key: OffloadKey) -> LookupResult:
+        """Presence of a key, as `look_up`: vLLM asks for each alone."""
+        if request is not None and key in request.leased:
+            return LookupResult.HIT
+        return self.look_up(request, (key,))[0]
+
     def storable(self, request: ClientRequest | None, keys: Sequence[OffloadKey]) -> tuple[list[OffloadKey], int]:
         """(the keys that are in no row, as far as is known, in order; how many rows can be had now)."""
         new, room = self._core.storable(request, keys), self._core.room

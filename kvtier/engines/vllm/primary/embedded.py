@@ -115,6 +115,10 @@ class EmbeddedDriver:
         """Presence of each key: RETRY where a shared tier has yet to answer. With `ask` it is asked."""
         return self.stack.lookup(keys, ask=ask)
 
+    def look_up_one(self, request: StackRequest | None, key: OffloadKey) -> LookupResult:
+        """Presence of a key, as `look_up`: vLLM asks for each alone."""
+        return self.stack.lookup((key,), ask=False)[0]
+
     def storable(self, request: StackRequest | None, keys: Sequence[OffloadKey]) -> tuple[list[OffloadKey], int]:
         """(the keys that are in no row and on their way into none, in order; how many rows can be had now)."""
         return self.engine.storable(keys)

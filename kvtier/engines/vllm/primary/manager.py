@@ -129,7 +129,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
             answer = None if reservation is None else reservation.answer(own)
             if answer is not None:
                 return _ANSWERS[answer]
-        result = self._driver.look_up(state.request, (own,))[0]
+        result = self._driver.look_up_one(state.request, own)
         if state.computes and result is not LookupResult.HIT:
             return Answer.MISS
         if result is not LookupResult.MISS:
