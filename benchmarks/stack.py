@@ -8,8 +8,8 @@ blocks, which an engine would do otherwise. Bytes a second are those that moved 
 
 `step` is a synchronous engine over an `EngineStack` with 32 requests running. In every step it takes in what ended
 (`step`) and stores the blocks that became full, two in the mean; every tenth step a request ends and a new one of 64
-blocks is looked up, reserved, polled, loaded and, where it missed, computed and stored. What is timed is every call of
-the stack that the engine's thread makes in a step, added up; between steps it sleeps as if it waited for its device.
+blocks is reserved, polled, loaded and, where it missed, computed and stored. What is timed is every call of the stack
+that the engine's thread makes in a step, added up; between steps it sleeps as if it waited for its device.
 `benchmarks.stack_process` has the same engine over both drivers.
 """
 
@@ -32,12 +32,10 @@ from benchmarks.options import JSON_FILE
 from benchmarks.report import ABSENT, GIB, Report, percentile, table
 from kvtier.cli.temporary_folders import temporary_folder
 from kvtier.config import parse_stack, stack_parts
-from kvtier.control.reservations import Reservation
-from kvtier.engines.process_calls import ProcessRequest, ProcessReservation
+from kvtier.engines.process_calls import ProcessRequest
 from kvtier.engines.process_stack import Driver, ProcessStack, open_engine_stack
 from kvtier.stack import EngineStack
 from kvtier.stack.request import StackRequest
-from kvtier.tier.contract import LookupResult
 from kvtier.tools.replay.report import tier_json
 from kvtier.tools.replay.run import Replay
 from kvtier.tools.replay.setup import ReplayOptions
@@ -52,7 +50,6 @@ RUNNING = 32
 BLOCK_TOKENS = 16
 PROMPT_BLOCKS, SHARED_BLOCKS, OUTPUT_BLOCKS = 64, 48, 21
 DOCUMENTS = 64
-HITS = (LookupResult.HIT, LookupResult.HIT_PENDING)
 T = TypeVar("T")
 
 
@@ -103,8 +100,6 @@ class Request:
     phase: int
     arrived: float
     computed: int = 0
-    looked_up: bool = False
-    reservation: Reservation | ProcessReservation | None = None
     loading: bool = False
     running: bool = False
     jobs: set[JobId] = field(default_factory=set)
@@ -194,33 +189,24 @@ class Engine:
         phase, name, prompt = int(self._random.integers(BLOCK_TOKENS)), f"r{self._number}", keys[:PROMPT_BLOCKS]
         announced = prompt if self._follows else None
         opened = self._timed("request", lambda: self.stack.request(RequestId(name), announced))
+        self._timed("reserve", lambda: opened.reserve(prompt))
         self._requests[name] = Request(opened, keys, blocks, phase, arrived)
-
-    def _look_up(self, request: Request) -> None:
-        """Reserve what is there. Where a stack process has not answered yet, it is looked up again in the next step."""
-        prompt = request.keys[:PROMPT_BLOCKS]
-        found = self._timed("lookup", lambda: self.stack.lookup(prompt))
-        hits = next((at for at, result in enumerate(found) if result not in HITS), len(found))
-        request.looked_up = hits == len(found) or found[hits] is not LookupResult.RETRY
-        if hits and request.looked_up:
-            request.reservation = self._timed("reserve", lambda: request.opened.reserve(prompt[:hits]))
 
     def _wait(self, request: Request) -> None:
         """A request that does not run yet: its rows are waited for, loaded, and what missed is computed."""
-        if not request.looked_up:
-            self._look_up(request)
-        if request.loading or not request.looked_up:
+        if request.loading:
             return
-        if request.reservation is not None:
-            reservation = self._timed("reservation", lambda: request.opened.reservation)
-            if reservation is not None and not reservation.served:
-                return
-            hits = reservation.hits() if reservation is not None else []
-            count = hits.index(False) if False in hits else len(hits)
-            if count:
-                request.loading = True
-                self._submit("load", JobKind.LOAD, [(request, list(range(count)))])
-                return
+        reservation = self._timed("reservation", lambda: request.opened.reservation)
+        if reservation is not None and not reservation.served:
+            return
+        hits = reservation.hits() if reservation is not None else []
+        count = hits.index(False) if False in hits else len(hits)
+        if count:
+            request.loading = True
+            self._submit("load", JobKind.LOAD, [(request, list(range(count)))])
+            return
+        if True in hits:
+            self._timed("release", request.opened.release)
         self._prefill(request, 0)
 
     def _prefill(self, request: Request, first: int) -> None:
