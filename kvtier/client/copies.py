@@ -53,7 +53,8 @@ class RowCopy:
     """The blocks of a job that are copied, under a number that workers report.
 
     `copied`: the positions of these blocks in the job, in order, and `keys` theirs; the others end as `without`.
-    `runs`: (number, outcome) of these blocks, once they have ended; `reported`: outcomes of a load, by its worker.
+    `runs`: (number, outcome) of these blocks, once they have ended. A reset has made a load `void` that was in flight;
+    `reported` are its outcomes by its worker then.
     """
 
     number: int
@@ -63,6 +64,7 @@ class RowCopy:
     without: BlockOutcome
     whole: bool = field(init=False)
     runs: list[tuple[int, BlockOutcome]] = field(init=False, default_factory=list)
+    void: bool = field(init=False, default=False)
     reported: Sequence[BlockOutcome] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from errno import ESTALE
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any
 
 from kvtier.client.copies import LentRows, RowCopy, keys_of
@@ -20,6 +20,7 @@ from kvtier.service.wire import ITEM_KEYS_MAX, LEASED, PENDING, UNKNOWN, Item, K
 from kvtier.tier.contract import LookupResult
 from kvtier.types.events import OffloadingEvent
 from kvtier.types.jobs import (
+    CANCELLED,
     LOADED,
     MISSING,
     BlockOutcome,
@@ -198,7 +199,7 @@ class EngineCore:
 
         Before the engine has joined nothing is sent; it is once it has.
         """
-        self._void()
+        self._void_all()
         for job in list(self._unsure):
             self.end_store(job, ESTALE)  # an engine may forget its copies
         self._reset_due = not self.joined
@@ -210,6 +211,12 @@ class EngineCore:
         self._resetting = self._number
         self.out.append(wire.Reset(self._number, self._loads))
 
+    def _void_all(self) -> None:
+        """A reset: nothing of before is found, or loaded."""
+        self._void()
+        for copy in self._copies.values():
+            copy.void = True
+
     def _void(self) -> None:
         for request in self._requests.values():
             self._forget(request)
@@ -220,7 +227,7 @@ class EngineCore:
         """Another engine has reset the pool."""
         for request in self._requests.values():
             self.release(request)
-        self._void()
+        self._void_all()
 
     def _on_revoke(self, item: wire.Revoke) -> None:
         for request in filter(None, map(self._requests.get, item.requests)):
@@ -484,14 +491,17 @@ class EngineCore:
             self.on_copied_alone(number, [LOADED] * len(copy.keys))
 
     def on_copied_alone(self, number: JobId, outcomes: Sequence[BlockOutcome]) -> None:
-        """A load's copy has ended. Without a connection what the worker says holds: its rows were leased."""
+        """A load's copy has ended. What the worker says holds: its rows were leased. The stack process has the same
+        report from it; it has to say what became of a load that a reset overtook, and of every store."""
         copy = self._copies.get(number)
         if copy is None or copy.job.kind is not JobKind.LOAD:
             return
-        copy.reported = outcomes
-        if not self.connected:
-            copy.runs = [(1, LOADED if outcome.ok else outcome) for outcome in outcomes]
-            self._end_copy(copy)
+        if copy.void and self.connected:
+            copy.reported = outcomes
+            return
+        good = CANCELLED if copy.void else LOADED
+        copy.runs = [(len(list(run)), good if outcome.ok else outcome) for outcome, run in groupby(outcomes)]
+        self._end_copy(copy)
 
 
 @lru_cache(64)

@@ -19,7 +19,7 @@ from kvtier.service import wire
 from kvtier.service.wire import CHANGED, UNCHANGED, Hello
 from kvtier.tier.contract import LookupResult
 from kvtier.types.gpu_runs import GPURuns
-from kvtier.types.jobs import GPUGroup, JobKind, TransferJob
+from kvtier.types.jobs import LOADED, GPUGroup, JobKind, TransferJob, failed
 from kvtier.types.keys import JobId, OffloadKey, key_group
 from kvtier.types.namespace import Namespace
 from simulator.service.plan import ServicePlan
@@ -477,7 +477,7 @@ class SimulatedEngineLife:
             task.add_done_callback(self._tasks.discard)
 
     def on_worker_done(self, job: TransferJob, worker: int, errors: list[int]) -> None:
-        """A worker has ended its part. Without a connection its word alone counts."""
+        """A worker has ended its part. What all say of a load counts at once."""
         done = self.alone.setdefault(job.job_id, {})
         done[worker] = errors
         if len(done) == len(self.workers) and self.alive:
@@ -485,7 +485,8 @@ class SimulatedEngineLife:
             if load is not None and not any(map(any, done.values())):
                 self._check(job.job_id, load, is_void=False)
             if load is not None:
-                self.core.on_load_end(job.job_id)
+                worst = [max(each) for each in zip(*done.values(), strict=True)]
+                self.core.on_copied_alone(job.job_id, [failed(error) if error else LOADED for error in worst])
 
     def _on_end(self, copy: RowCopy) -> None:
         outcomes = list(chain.from_iterable(copy.outcomes()))

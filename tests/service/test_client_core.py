@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from errno import ESTALE
 
+import pytest
 from support_service import NAMESPACE, block_keys
 
 from kvtier.client.core import EngineCore
@@ -120,10 +121,26 @@ def test_a_load_that_had_ended_when_the_connection_did_needs_nothing() -> None:
     load = core.begin_load(job(JobKind.LOAD), leased(core))
     assert load is not None
     core.on_load_end(load.job_id)
-    assert core.ended == []  # the stack process will say so
     core.lose()
     assert core.is_drained
     assert len(core.take_results()) == 1
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_load_that_a_reset_overtook_is_loaded_for_nobody(ended: bool) -> None:
+    core = served()
+    load = core.begin_load(job(JobKind.LOAD), leased(core))
+    assert load is not None
+    core.take_in([wire.Void()])
+    core.on_load_end(load.job_id)
+    assert not core.ended  # the stack process will say so
+    if ended:
+        core.take_in([wire.Ended(load.job_id, [(3, "cancelled", "", 0)])])
+    else:
+        core.lose()
+    (result,) = core.take_results()
+    assert [outcome.status for outcome in result.outcomes[0]] == [BlockStatus.CANCELLED] * 3
+    assert core.is_drained
 
 
 def test_a_reset_that_no_process_made_durable_is_sent_to_the_next_one() -> None:
