@@ -65,7 +65,7 @@ def test_killed_engines_leave_right_bytes_and_no_row_behind(
     tmp_path: Path, seed: int, dial: Callable[[int, int], int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`-m full`: 1,000 strikes. At least half of them with something open."""
-    rng, strikes = random.Random(seed), dial(1000, 50)
+    rng, strikes = random.Random(seed), dial(1000, 20)
     counts, opens, took = Counter[str](), Counter[str](), list[float]()
     stack = stack_text(ROWS, tmp_path / "root")
     with served(tmp_path, stack) as service, TestEngine(service.path) as witness:
@@ -103,7 +103,7 @@ def test_a_killed_stack_process_costs_engines_misses_alone(
     tmp_path: Path, seed: int, dial: Callable[[int, int], int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """No job of the engine waits for ever, and what the next process finds on the disk has the right bytes."""
-    rng, kills, counts = random.Random(seed), dial(200, 6), Counter[str]()
+    rng, kills, counts = random.Random(seed), dial(200, 4), Counter[str]()
     stack, path = tmp_path / "stack.yaml", str(tmp_path / "socket")
     figures = str(tmp_path / "figures")
     stack.write_text(stack_text(2048, tmp_path / "root", stats_socket=figures))
