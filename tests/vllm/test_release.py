@@ -169,6 +169,7 @@ def test_whether_a_step_ends_before_its_stores_or_after_them_the_same_is_served(
     expected = {(1, 2, 3, 4): 0, (1, 2, 3, 4, 5): 4, (6, 7): 0, (1, 2, 3, 4, 5, 8): 5, (6, 7, 9): 2}
     for prompt, hit in expected.items():  # expedited loads among them, which 0.33 waits for within the step
         with FakeEngine(offloading_config(stack(root, 6)), seed, as_0_33=as_0_33) as engine:
+            engine.patient = True
             for last in (10, 11):
                 request = engine.add([*prompt, last])
                 engine.run()
