@@ -64,8 +64,20 @@ def loads_right(witness: TestEngine, rng: random.Random, counts: Counter[str]) -
 def test_killed_engines_leave_right_bytes_and_no_row_behind(
     tmp_path: Path, seed: int, dial: Callable[[int, int], int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`-m full`: 1,000 strikes. At least half of them with something open."""
-    rng, strikes = random.Random(seed), dial(1000, 20)
+    strike_engines(dial(60, 20), tmp_path, seed, capsys)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_a_thousand_killed_engines_leave_right_bytes_and_no_row_behind(
+    tmp_path: Path, seed: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    strike_engines(1000, tmp_path, seed, capsys)
+
+
+def strike_engines(strikes: int, tmp_path: Path, seed: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Kill engines and workers, at least half of them with something open."""
+    rng = random.Random(seed)
     counts, opens, took = Counter[str](), Counter[str](), list[float]()
     stack = stack_text(ROWS, tmp_path / "root")
     with served(tmp_path, stack) as service, TestEngine(service.path) as witness:
@@ -103,7 +115,20 @@ def test_a_killed_stack_process_costs_engines_misses_alone(
     tmp_path: Path, seed: int, dial: Callable[[int, int], int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """No job of the engine waits for ever, and what the next process finds on the disk has the right bytes."""
-    rng, kills, counts = random.Random(seed), dial(200, 4), Counter[str]()
+    kill_processes(dial(50, 4), tmp_path, seed, capsys)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+def test_a_thousand_killed_stack_processes_cost_engines_misses_alone(
+    tmp_path: Path, seed: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kill_processes(1000, tmp_path, seed, capsys)
+
+
+def kill_processes(kills: int, tmp_path: Path, seed: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Kill stack processes while their engine has jobs, leases and questions open."""
+    rng, counts = random.Random(seed), Counter[str]()
     stack, path = tmp_path / "stack.yaml", str(tmp_path / "socket")
     figures = str(tmp_path / "figures")
     stack.write_text(stack_text(2048, tmp_path / "root", stats_socket=figures))
