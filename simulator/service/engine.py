@@ -274,9 +274,9 @@ class SimulatedEngineLife:
             return
         for item in items:
             if isinstance(item, wire.Void):
-                self.void_seen = self.world.server.voids[self.life].pop(0)
+                self.void_seen = self.world.voids[self.life].pop(0)
             elif isinstance(item, wire.ResetDone):
-                self.void_seen = max(self.void_seen, self.world.server.own_resets[self.token, item.number])
+                self.void_seen = max(self.void_seen, self.world.own_resets[self.token, item.number])
         self.core.take_in(items)
         if any(isinstance(item, wire.ResetDone) for item in items) and not self.core.resetting:
             self._resets = False
