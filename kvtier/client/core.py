@@ -62,7 +62,8 @@ class EngineCore:
         self.joined = self.follows = self.joins = self.is_new = False
         self.manifest = b""
         self.notes: list[str] = []
-        self.noted = self.loaded_weights = self.stats_pending = False
+        self.noted = self.loaded_weights = False
+        self.stats_pending = 0
         self.ended: list[RowCopy] = []
         self.events: list[OffloadingEvent] = []
         self.series: list[wire.MetricSeries] = []
@@ -79,6 +80,7 @@ class EngineCore:
         self._reset_due = False
         self._number = self._last_copy = 0
         self._wanted = self._stored = self._needed = 0
+        self._ahead = LENT_MIN
         self._needs = False
 
     @property
@@ -95,6 +97,16 @@ class EngineCore:
     def room(self) -> int:
         """Rows that may be filled now."""
         return len(self._lent) if self.serves else 0
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that have not ended."""
+        return len(self._requests)
+
+    @property
+    def wants_rows(self) -> bool:
+        """True if the stack process was asked for rows ahead."""
+        return self._wanted > 0
 
     def say(self, item: Item) -> None:
         """Send an item with the next step, if there is a connection."""
@@ -113,10 +125,15 @@ class EngineCore:
         return request
 
     def ask(self, request: ClientRequest, keys: Sequence[OffloadKey]) -> None:
-        """Ask which of these keys are there, unless that is known or was asked."""
+        """Ask which of these keys are there, unless that is known or was asked.
+
+        What is not there will be stored: after a rest the rows for that are asked for before, and come with the answer.
+        """
         if self.serves:
             known = request.states
             asked = [key for key in dict.fromkeys(keys) if key not in known]
+            if asked and not self._wanted:
+                self._want(self._ahead, self._needed)
             for first, part in split(asked):
                 more = first + len(part) < len(asked)
                 self.out.append(wire.Ask(request.id, self._expect(request, part), Keys.of(part), more))
@@ -232,9 +249,7 @@ class EngineCore:
     def _on_revoke(self, item: wire.Revoke) -> None:
         for request in filter(None, map(self._requests.get, item.requests)):
             self.release(request)
-        rows, generations = self._lent.take(item.lent)
-        if rows:
-            self.out.append(wire.Return(Places.of(rows, generations)))
+        self._return(item.lent)
 
     def _on_weights(self, item: wire.Weights) -> None:
         """A verdict; without a number of ours: weights were loaded."""
@@ -251,10 +266,10 @@ class EngineCore:
             self.joins = True
             self.say(wire.Join(manifest))
 
-    def ask_stats(self) -> None:
-        """Ask for the figures that changed; they come into `series`."""
-        self.stats_pending = True
-        self.say(wire.AskStats())
+    def ask_stats(self, rests: bool = False) -> None:
+        """Ask for the figures that changed; they come into `series`. With `rests` all of this engine's jobs are in."""
+        self.stats_pending += 1
+        self.say(wire.AskStats(rests))
 
     def ask_weights(self) -> int:
         """Ask whether the workers' weights are those of the start; the verdict comes into `verdicts` by this number."""
@@ -360,7 +375,7 @@ class EngineCore:
                     ]
                 case wire.Stats():
                     self.series += item.series
-                    self.stats_pending = self.stats_pending and not item.last
+                    self.stats_pending -= item.last
                 case wire.Notes():
                     self._on_notes(item)
                 case wire.Joined():
@@ -442,13 +457,28 @@ class EngineCore:
 
     def want_rows(self) -> None:
         """Ask for rows ahead: twice what was stored since the last call, and some at least. Once in a while."""
-        wanted = max(LENT_MIN, 2 * self._stored)
+        self._ahead = max(LENT_MIN, 2 * self._stored)
         self._stored = 0
         needed = self._needed if self._needs else 0
         self._needs = False
-        if self.connected and (wanted, needed) != (self._wanted, self._needed):
-            self._wanted, self._needed = wanted, needed
-            self.out.append(wire.Want(wanted, needed))
+        self._want(self._ahead, needed)
+
+    def _want(self, ahead: int, needed: int) -> None:
+        if self.connected and (ahead, needed) != (self._wanted, self._needed):
+            self._wanted, self._needed = ahead, needed
+            self.out.append(wire.Want(ahead, needed))
+
+    def rest(self) -> None:
+        """The engine has nothing to do: other engines may have its rows. It asks for some with its next lookup."""
+        self._want(0, 0)
+        self._return(len(self._lent))
+
+    def _return(self, count: int) -> None:
+        """Give rows back that are lent."""
+        while count > 0 and self._lent:
+            rows, generations = self._lent.take(min(count, ITEM_KEYS_MAX))
+            self.out.append(wire.Return(Places.of(rows, generations)))
+            count -= len(rows)
 
     def need_rows(self, count: int) -> None:
         """A store waits for so many rows. It is said once a second that it still does."""
@@ -459,7 +489,8 @@ class EngineCore:
 
     def lose(self) -> None:
         """The connection has ended: nothing is leased or lent any more."""
-        self.connected = self.joined = self.joins = self.noted = self.stats_pending = self.is_new = False
+        self.connected = self.joined = self.joins = self.noted = self.is_new = False
+        self.stats_pending = 0
         self.out.clear()
         self.notes.clear()
         self._void()

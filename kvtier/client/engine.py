@@ -16,7 +16,7 @@ from kvtier.client.request import ClientRequest
 from kvtier.client.worker import WorkerClient
 from kvtier.errors import ConfigError, ResourceError
 from kvtier.service.channel import Channel
-from kvtier.service.wire import TO_ENGINE, Found
+from kvtier.service.wire import TO_ENGINE, Found, Lent
 from kvtier.tier.contract import LoadStore, LookupResult
 from kvtier.tier.registry import discover
 from kvtier.types.jobs import BlockOutcome, GPUGroup, JobKind, JobResult, TransferJob
@@ -34,12 +34,14 @@ LOOKUP_WAIT_SECONDS = 0.001
 WANT_SECONDS = 1.0
 OPEN_SECONDS = 600.0
 BORROW_SECONDS = 1.0
+WITHIN_A_STEP = (Found, Lent)
+"""Items that are taken in before the next step."""
 
 
 class SchedulerClient:
     """An engine's scheduler at a stack process. Call `turn` once per engine step, from one thread.
 
-    What comes within a step are answers to lookups alone: whatever ends a lease waits for the next step. When the
+    What comes within a step are answers to lookups and rows: whatever ends a lease waits for the next step. When the
     connection ends all is a miss, until another one is made: see `Reconnection`.
     """
 
@@ -109,14 +111,6 @@ class SchedulerClient:
             self.turn()
         if self.core.fault:
             raise ConfigError(f"the stack process does not serve this engine: {self.core.fault}")
-        self._borrow()
-
-    def _borrow(self) -> None:
-        """Have rows ahead, so that the first store finds some. Where there are none it goes without."""
-        until = time.monotonic() + BORROW_SECONDS
-        self.turn()
-        while not self.core.room and self.core.connected and self.wait(until - time.monotonic()):
-            self.turn()
 
     def request(
         self, request_id: str, keys: Sequence[OffloadKey] = (), info: RequestInfo | None = None
@@ -149,19 +143,37 @@ class SchedulerClient:
             items = self._channel.receive()
             if not items:
                 break
-            answers = [item for item in items if type(item) is Found]
-            self._later += [item for item in items if type(item) is not Found]
+            answers = [item for item in items if type(item) in WITHIN_A_STEP]
+            self._later += [item for item in items if type(item) not in WITHIN_A_STEP]
             self.core.take_in(answers)
 
     def turn(self) -> None:
         """Once per engine step: take in what came, send what was decided. `core.ended` are the copies that ended."""
         self._receive()
-        now = time.monotonic()
-        if now >= self._want_at and self.core.serves:
-            self._want_at = now + WANT_SECONDS
-            self.core.want_rows()
+        self._balance_rows()
         self._send()
         self._may_wait = True
+
+    @property
+    def _rests(self) -> bool:
+        """True if the engine stores nothing before its next request. It may take no step until then."""
+        return not self.core.num_requests
+
+    def _balance_rows(self) -> None:
+        """Have rows lent ahead while there are requests, as many as are used in two seconds; else give them back."""
+        core = self.core
+        if self._rests:
+            core.rest()
+            return
+        now = time.monotonic()
+        if core.serves and (now >= self._want_at or not core.wants_rows):
+            self._want_at = now + WANT_SECONDS
+            core.want_rows()
+
+    def rest(self) -> None:
+        """Send what waits, rows that are not needed too. For an engine that may take no step until its next request."""
+        self._balance_rows()
+        self._send()
 
     def wait(self, timeout_seconds: float) -> bool:
         """Wait until something came, or the time is over."""
@@ -230,7 +242,7 @@ class SchedulerClient:
 
 
 class EngineClient(SchedulerClient):
-    """An engine of one process at a stack process: scheduler and worker."""
+    """An engine of one process at a stack process: scheduler and worker. It may store without a request."""
 
     def __init__(self, identity: Identity, tensors: Sequence[torch.Tensor], gpu: LoadStore | None = None) -> None:
         """Connect; `gpu` is the tier that copies. Raises ResourceError, ConfigError as `connect`."""
@@ -246,9 +258,21 @@ class EngineClient(SchedulerClient):
             raise
         try:
             self.wait_joined()
+            self._borrow()
         except BaseException:
             self.close()
             raise
+
+    def _borrow(self) -> None:
+        """Have rows ahead, so that the first store finds some. Where there are none it goes without."""
+        until = time.monotonic() + BORROW_SECONDS
+        self.turn()
+        while not (self._rests or self.core.room) and self.core.connected and self.wait(until - time.monotonic()):
+            self.turn()
+
+    @property
+    def _rests(self) -> bool:
+        return False
 
     def __enter__(self) -> Self:
         return self

@@ -39,7 +39,7 @@ EVENTS_MAX = 65536
 """Events that are kept until they are taken; the oldest are dropped."""
 LOOKS_NAME = "\0looks"
 """The request of lookups that name none."""
-ANSWERS = (wire.Found, wire.Located, wire.Hinted, wire.FiguresPart, wire.Left)
+ANSWERS = (wire.Found, wire.Lent, wire.Located, wire.Hinted, wire.FiguresPart, wire.Left)
 
 
 class StackClient(EngineClient):
@@ -118,6 +118,11 @@ class StackClient(EngineClient):
         found = self._idle.poll(max(0.0, min(due, timeout_seconds)) * 1e3)
         self._copy_ended.clear()  # here alone: a step takes in what came, whatever was signalled
         return bool(found) or due <= timeout_seconds
+
+    @property
+    def _rests(self) -> bool:
+        """Beside lookups that name no request there is none, and no job."""
+        return self._transfers is None or (self.core.num_requests == 1 and not self._transfers.in_flight)
 
     @property
     def has_pending_work(self) -> bool:

@@ -70,6 +70,11 @@ class Copying:
         """Copies that have not ended."""
         return len(self._copies)
 
+    @property
+    def is_busy(self) -> bool:
+        """True if a copy has not ended, or what it has filled is not stored yet."""
+        return bool(self._copies or self._fills)
+
     # -- rows lent ahead -----------------------------------------------------------------------------------------
 
     def on_lent(self, rows: Sequence[int], generations: Sequence[int]) -> None:

@@ -264,13 +264,14 @@ class Leasing:
         return max(0, beyond, short)
 
     def revocable(self, rows: int) -> list[tuple[str, int]]:
-        """The youngest requests that hold so many rows in all, with their rows; each is named once."""
+        """The youngest requests that hold so many rows in all, with their rows, but for those named before."""
         named: list[tuple[str, int]] = []
         for request, leases in reversed(self.leases.items()):
             if rows <= 0:
                 break
-            if leases.rows and not leases.waiting and not leases.revoked:
-                leases.revoked = True
-                named.append((request, leases.num_rows))
+            if leases.rows and not leases.waiting:
                 rows -= leases.num_rows
+                if not leases.revoked:
+                    leases.revoked = True
+                    named.append((request, leases.num_rows))
         return named

@@ -34,7 +34,9 @@ NOTE_BYTES_MAX = 24 << 10
 REVOKED_AT_ONCE = 12
 """Requests of one `Revoke`, whose names fit a message."""
 FIGURES_SECONDS = 0.02
-"""Figures are collected for an engine at most once in this time; they take milliseconds."""
+"""Figures are collected for an engine at most once in this time in the mean; they take milliseconds."""
+FIGURES_AT_ONCE = 5
+"""Times that they may be collected at once: the last ones before a rest may follow soon after others."""
 RESETS_MAX = 64
 """Resets that an engine may begin before the first of them is durable."""
 
@@ -99,6 +101,7 @@ class Session:
         self._weights = WeightsCheck()
         self._wanted = 0
         self._figures_at = -math.inf
+        self._figures_due = False
         self._resets: list[int] = []
         self._resets_begun = 0
         self._loads_known = 0
@@ -178,10 +181,17 @@ class Session:
             self._host.announce(self, keys)
 
     def _ask_stats(self, item: wire.AskStats, now: float) -> None:
-        if now < self._figures_at:
+        if item.rests and self.copying.is_busy:
+            self._figures_due = True
+        else:
+            self._send_figures(now)
+
+    def _send_figures(self, now: float) -> None:
+        self._figures_due = False
+        if self._figures_at > now + (FIGURES_AT_ONCE - 1) * FIGURES_SECONDS:
             self._items.append(wire.Stats([], last=True))
         else:
-            self._figures_at = now + FIGURES_SECONDS
+            self._figures_at = max(self._figures_at, now) + FIGURES_SECONDS
             self._host.send_figures(self)
 
     def _ask_figures(self, item: wire.AskFigures, now: float) -> None:
@@ -352,7 +362,9 @@ class Session:
         return not self.lost and (bool(self.copying.in_flight) or self.leasing.will_return_rows)
 
     def advance(self, now: float) -> bool:
-        """Answer reservations that are served, begin others. True if the control plane is to be pumped again."""
+        """Answer what waited, begin reservations. True if the control plane is to be pumped again."""
+        if self._figures_due and not self.copying.is_busy:
+            self._send_figures(now)
         return self.leasing.advance(now)
 
     def take_back(self, rows: int, for_loans: bool) -> int:

@@ -177,7 +177,9 @@ class Reset(Item, tag=11, frozen=True):
 
 
 class AskStats(Item, tag=12, frozen=True):
-    """Send the figures."""
+    """Send the figures; with `rests` once no copy of this engine is in flight, so that all of those are in them."""
+
+    rests: bool = False
 
 
 class Announce(Item, tag=13, frozen=True):

@@ -196,6 +196,7 @@ class SimulatedEngineLife:
         self.plan: ServicePlan = world.plan
         self.rng = Random(f"engine {number} of {world.seed}")
         self.adapters = Random(f"adapters of engine {number} of {world.seed}")
+        self.rests = Random(f"rests of engine {number} of {world.seed}")
         self._unsure: dict[int, FillRecord] = {}
         self.token = f"engine {number}"
         self.manifest = Namespace(self.plan.layout, model=model).manifest().encode()
@@ -273,9 +274,9 @@ class SimulatedEngineLife:
             return
         for item in items:
             if isinstance(item, wire.Void):
-                self.void_seen = self.world.server.voids[self.life].pop(0)
+                self.void_seen = self.world.voids[self.life].pop(0)
             elif isinstance(item, wire.ResetDone):
-                self.void_seen = max(self.void_seen, self.world.server.own_resets[self.token, item.number])
+                self.void_seen = max(self.void_seen, self.world.own_resets[self.token, item.number])
         self.core.take_in(items)
         if any(isinstance(item, wire.ResetDone) for item in items) and not self.core.resetting:
             self._resets = False
@@ -371,6 +372,9 @@ class SimulatedEngineLife:
         self._end_unsure()
         if core.serves and rng.random() < 0.5:
             core.want_rows()
+        if self.rests.random() < 0.1:
+            self.world.oracle.covered["rests"] += 1
+            core.rest()
         self._send()
         for copy in core.ended:
             self._on_end(copy)
@@ -424,7 +428,7 @@ class SimulatedEngineLife:
         hint = wire.Hint(self.rng.choice(kinds), wire.Keys.of(keys), "s", self.rng.random() + 0.01)
         items = [wire.Announce(wire.Keys.of(keys)), wire.Computed(64, 0.2, 0.1)]
         if self.rng.random() < 0.05:
-            items.append(wire.AskStats())
+            items.append(wire.AskStats(rests=self.rests.random() < 0.5))
         self.core.say(self.rng.choice([*items, *([hint] if self.plan.hints else [])]))
 
     def _store(self) -> None:

@@ -55,8 +55,6 @@ class SimulatedServer:
         self.number = len(world.servers)
         self.alive = False
         self.engines: dict[str, ServedEngine] = {}
-        self.voids: dict[str, list[int]] = {}
-        self.own_resets: dict[tuple[str, int], int] = {}
         self.held: dict[Session, int] = {}
         self._pinned_most = 0
         plan, rng = world.plan, Random(f"service of {world.seed}")
@@ -241,7 +239,7 @@ class SimulatedServer:
         reset = oracle.on_reset(named)
         for engine in self.engines.values():
             if engine.session is not session and not engine.session.lost and engine.session.space is not None:
-                self.voids.setdefault(self.life_of(engine.session), []).append(reset)
+                self.world.voids.setdefault(self.life_of(engine.session), []).append(reset)
 
 
 def _sized(options: MemoryOptions, plan: ServicePlan) -> MemoryOptions:
@@ -267,7 +265,7 @@ class CountedPool:
         token = next(token for token, engine in server.engines.items() if engine.session is session)
         server.count_void(session)
         for number in session._resets:
-            server.own_resets[token, number] = server.world.oracle.resets
+            server.world.own_resets[token, number] = server.world.oracle.resets
         self._begin(session)
 
 
@@ -281,6 +279,8 @@ class ServiceWorld:
         self.loop = VirtualLoop(Random(f"service loop {seed}"), seconds_max=SECONDS_MAX)
         self.oracle = ServiceOracle(self.loop)
         self.storage = MemoryStorage()
+        self.voids: dict[str, list[int]] = {}  # of all stack processes: what one sent may come after its end
+        self.own_resets: dict[tuple[str, int], int] = {}
         self.lives: list[SimulatedEngineLife] = []
         self.server: SimulatedServer
 

@@ -184,4 +184,38 @@ def test_figures_that_were_asked_for_in_vain_are_asked_for_again() -> None:
     core = served()
     core.ask_stats()
     core.lose()
-    assert not core.stats_pending
+    assert core.stats_pending == 0
+
+
+def test_rows_go_back_in_a_rest_and_are_asked_for_with_the_next_lookup() -> None:
+    core = served()
+    core.want_rows()
+    assert taken(core, wire.Want) == [wire.Want(64)]
+    places = [(row, 1) for row in range(1500)]
+    core.take_in([wire.Lent(Places.of(*zip(*places, strict=True)))])
+    core.rest()
+    assert core.out[0] == wire.Want(0)
+    returned = taken(core, wire.Return)
+    assert [pair for item in returned for pair in item.places.pairs()] == places  # type: ignore[attr-defined]
+    assert len(returned) == 2, "parts that fit a message"
+    core.rest()
+    assert core.out == []
+    core.take_in([wire.Lent(Places.of([7], [2]))])  # on its way since before
+    core.rest()
+    assert core.out == [wire.Return(Places.of([7], [2]))]
+    core.out.clear()
+    core.request("r", KEYS)
+    assert [type(item) for item in core.out] == [wire.Want, wire.Ask]
+    assert core.out[0] == wire.Want(64)
+
+
+def test_what_a_revoke_names_beyond_a_message_goes_back_in_parts() -> None:
+    core = served()
+    places = [(row, 1) for row in range(9000)]
+    for first in range(0, 9000, 1000):
+        core.take_in([wire.Lent(Places.of(*zip(*places[first : first + 1000], strict=True)))])
+    core.take_in([wire.Revoke([], 8000)])
+    assert sum(len(message) for message in wire.FROM_ENGINE.encode(core.out, 0)) > wire.MESSAGE_BYTES_MAX
+    returned = [pair for item in taken(core, wire.Return) for pair in item.places.pairs()]  # type: ignore[attr-defined]
+    assert returned == places[:8000]
+    assert core.room == 1000

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from support_driver import FACES, Face, ServedStack, drain
 from support_following import FollowingLRU, Notes
+from support_service import until
 from support_stack import PAGE, PLAIN, Engine, fs, keys, parts_of, run_jobs, stack_file, statuses, whole
 
 from kvtier.policy import POLICIES
@@ -226,3 +227,21 @@ def test_misses_of_an_engine_whose_stack_process_ended(tmp_path):
         request.end()
         assert not stack.has_pending_work
         assert stack.stats().backlog == 0
+
+
+def test_an_engine_without_requests_and_jobs_has_no_row_ahead(tmp_path):
+    engine, chain = Engine(PLAIN, BLOCKS), keys(BLOCKS)
+    with ServedStack(parts_of(shape(tmp_path, "process", "lru"), engine)) as stack:
+
+        def lent() -> int:
+            return int(stack.served.run(lambda: stack.served.pool.quotas.lent))
+
+        engine.compute(whole(chain[:4], 0))
+        job = stack.submit_store(chain[:4], gpu_blocks=range(4))
+        assert statuses(run_jobs(stack, job)[job]) == ["stored"] * 4
+        until(lambda: not lent(), "the rows are given back without another step")
+        with stack.request(RequestId("r"), chain):
+            stack.step()
+            until(lent, "rows are lent ahead of a store")
+        until(lambda: [stack.step(), lent()][1] == 0, "the rows are given back, those too that came last")
+        assert set(stack.lookup(chain[:4])) <= {LookupResult.HIT, LookupResult.RETRY}

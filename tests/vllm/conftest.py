@@ -27,6 +27,7 @@ UNITS = [
         "test_device.py",
         "test_engine_config.py",
         "test_identity_protections.py",
+        "test_idle_engines.py",
         "test_junctions.py",
         "test_model_code.py",
         "test_model_weights.py",

@@ -130,6 +130,11 @@ class Drivers:
         """A request's id as its engine has it: a stack process puts the number of the engine before it."""
         return request_id.partition(":")[2] if self.is_process else request_id
 
+    def is_at_rest(self, engine: FakeEngine) -> bool:
+        """True if nothing is on its way to a tier."""
+        stats = self.stats(engine)
+        return not (stats.backlog or any(tier.slots["filling"] for tier in stats.tiers.values()))
+
     def stats(self, engine: FakeEngine) -> StackStats:
         """The figures of the stack."""
         stats: StackStats = self.call(engine, self.stack_of(engine).stats)

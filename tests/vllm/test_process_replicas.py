@@ -21,10 +21,7 @@ def asked(count: int) -> list[list[int]]:
 
 
 def cpu_only(rows: int, runtime: str, root: Path) -> dict[str, object]:
-    """A stack without a disk: what one replica stores the other has from rows alone.
-
-    There are so many rows that each of two engines has some lent, also while the other one is idle.
-    """
+    """A stack without a disk: what one replica stores the other has from rows alone."""
     described = stack(root, rows)
     return described | {"tiers": described["tiers"][:1], "runtime_dir": runtime}
 
@@ -35,7 +32,7 @@ def test_200_prompts_of_a_replica_that_was_closed_are_hits_of_another(models, ro
 
 
 def test_prompts_of_a_replica_that_was_closed_are_hits_of_another(models, root, tmp_path, short_folder):
-    replicas(20, models["llama"], tmp_path, cpu_only(1024, short_folder, root))
+    replicas(20, models["llama"], tmp_path, cpu_only(100, short_folder, root))
 
 
 def replicas(count: int, model: Path, folder: Path, given: dict[str, object]) -> None:
@@ -55,7 +52,7 @@ def replicas(count: int, model: Path, folder: Path, given: dict[str, object]) ->
 
 
 def test_data_parallel_ranks_of_a_launch_share_one_process(models, root, tmp_path, short_folder):
-    prompts, given = asked(20), cpu_only(1024, short_folder, root)
+    prompts, given = asked(20), cpu_only(100, short_folder, root)
     config = {"data_parallel_size": 2, "max_model_len": 2048, "environment": ONE_NODE}
     with engine(models["llama"], tmp_path, given, connector={"driver": "process"}, **config) as vllm:
         first = vllm.generate(prompts, rank=0)

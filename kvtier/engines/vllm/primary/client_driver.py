@@ -37,6 +37,8 @@ from kvtier.types.namespace import Namespace
 from kvtier.types.requests import RequestInfo
 
 IDLE_SECONDS = 0.002
+FIGURES_SECONDS = 10.0
+"""How long an engine without requests steps for the last figures, if the stack process does not send them."""
 IDENTITY_SECONDS = 10.0
 """How long a start waits for the name of the weights, which takes as long as reading them, the first time."""
 EVICTED, RECOVERED = "kvtier_evicted_blocks_total", "kvtier_recovered_blocks"
@@ -76,6 +78,8 @@ class ClientDriver:
         self._forgotten: list[JobId] = []
         self._forgotten_turns = 0
         self._restarts_counted = 0
+        self._figures_until = 0.0
+        self._figures_are_old = True
         self._reachable = ReachableBlocks()
         self._life = self.client.life
         try:
@@ -194,6 +198,7 @@ class ClientDriver:
         self.client.turn()
         core = self._core
         core.ended.clear()  # vLLM goes by the reports of its workers
+        self._figures_are_old = self._figures_are_old or core.num_requests > 0
         self._take_in_events()
         if not core.joined:
             self._join_late()
@@ -267,16 +272,34 @@ class ClientDriver:
             return True
         if not core.connected:
             return bool(self._forgotten)
-        return core.resetting or core.stats_pending or bool(self._question or core.series)
+        figures = core.stats_pending > 0 and time.monotonic() < self._figures_until
+        return core.resetting or figures or bool(self._question or core.series)
 
     def wait(self) -> None:
-        """Wait a little, whatever comes: a step of an engine without requests costs more than what it takes in."""
+        """Send what waits, then wait a little, whatever comes: a step of an engine without requests costs more than
+        what it takes in."""
+        self.client.rest()
         time.sleep(IDLE_SECONDS)
+
+    def rest(self, meter: Meter) -> bool:
+        """Give back the rows that are lent: there is nothing to do. True if the engine has to step for figures.
+
+        They are asked for here, so that the next step has them. What tiers write after that is not in them.
+        """
+        self.client.rest()
+        if not (self._core.connected and self._figures_are_old):
+            return False
+        self._figures_are_old = False
+        self._core.ask_stats(rests=True)
+        self._figures_until = time.monotonic() + FIGURES_SECONDS
+        self.wait()
+        return True
 
     def reset(self) -> None:
         """Nothing stored before is found from now on, and nothing is found or stored before the stack process has made
         that durable and the workers have said whether their weights are those of the start."""
         self._core.reset()
+        self._figures_are_old = True
         self._unsure.clear()
         self._forgotten += self._loads.values()
         self._loads.clear()

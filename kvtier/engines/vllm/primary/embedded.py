@@ -186,6 +186,10 @@ class EmbeddedDriver:
         """Wait a little while blocks are in flight: vLLM calls in a loop when no request is left."""
         self.stack.wait(IDLE_SECONDS)
 
+    def rest(self, meter: Meter) -> bool:
+        """There is nothing to do. True if the engine has to step once more for figures."""
+        return meter.to_read()
+
     def reset(self) -> None:
         """Nothing stored before is served any more, also after a crash. Where the weights may be others than those at
         the start, which name what is on disk, the lower tiers are not used any more.

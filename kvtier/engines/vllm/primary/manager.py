@@ -339,7 +339,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         vLLM calls it in a loop when no request is left. A short wait here keeps that loop from using a whole core.
         """
         if not (self._driver.has_pending_work or self._events.waiting):
-            return self._meter.to_read()
+            return bool(self._driver.rest(self._meter))
         self._driver.wait()
         return True
 
