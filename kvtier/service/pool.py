@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from errno import ECANCELED
 from functools import partial
+from itertools import chain
 from typing import Any, ClassVar, Literal
 
 from kvtier.aio.shielded_wait import shielded_wait
@@ -53,9 +54,9 @@ FilledRow = tuple[int, int]
 
 @dataclass(slots=True, eq=False)
 class FillWait:
-    """A wait for fills; `left` have not ended."""
+    """A wait for fills, of which this number is left."""
 
-    left: set[FilledRow]
+    left: int
     ended: asyncio.Future[None]
 
 
@@ -65,24 +66,25 @@ class FillEnds:
     def __init__(self, waiters: int) -> None:
         self._waiters = waiters
         self._ends: dict[FilledRow, list[int]] = {}
-        self._waits: list[FillWait] = []
+        self._waits: dict[FilledRow, list[FillWait]] = {}
         self._cancelled = False
 
     def end(self, fills: Sequence[FilledRow], errors: Sequence[int]) -> None:
         """These fills have ended, each with 0 or an errno."""
         self._ends.update((fill, [error, self._waiters]) for fill, error in zip(fills, errors, strict=True))
-        for wait in self._waits:
-            wait.left.difference_update(fills)
-            if not wait.left and not wait.ended.done():
-                wait.ended.set_result(None)
-        self._waits = [wait for wait in self._waits if wait.left]
+        for fill in fills:
+            for wait in self._waits.pop(fill, ()):
+                wait.left -= 1
+                if not wait.left and not wait.ended.done():
+                    wait.ended.set_result(None)
 
     async def wait(self, fills: Sequence[FilledRow]) -> list[int]:
         """The error of each fill, once all of them have ended."""
-        left = {fill for fill in fills if fill not in self._ends}
+        left = [fill for fill in fills if fill not in self._ends]
         if left and not self._cancelled:
-            wait = FillWait(left, asyncio.get_running_loop().create_future())
-            self._waits.append(wait)
+            wait = FillWait(len(left), asyncio.get_running_loop().create_future())
+            for fill in left:
+                self._waits.setdefault(fill, []).append(wait)
             await wait.ended
         return [self._take(fill) for fill in fills]
 
@@ -98,7 +100,7 @@ class FillEnds:
     def cancel(self) -> None:
         """Every fill that has not ended fails."""
         self._cancelled = True
-        for wait in self._waits:
+        for wait in chain.from_iterable(self._waits.values()):
             if not wait.ended.done():
                 wait.ended.set_result(None)
         self._waits.clear()
@@ -472,7 +474,7 @@ class Pool(TierStack):
         self._send()
 
     def _lend(self, now: float) -> None:
-        """Lend rows to engines in turn, a few at a time; none while a reservation lacks some."""
+        """Lend rows to engines in turn, a few at a time if several want some; none while a reservation lacks rows."""
         plane = self.plane
         if plane.control.shortage:
             return
@@ -480,7 +482,8 @@ class Pool(TierStack):
             first = min(waiting, key=lambda each: (each.lent_in_turn, each.number))
             self._turns += 1
             first.lent_in_turn = self._turns
-            rows, generations = plane.lend(min(LENT_AT_ONCE, first.rows_wanted), now)
+            wanted = first.rows_wanted
+            rows, generations = plane.lend(min(LENT_AT_ONCE, wanted) if len(waiting) > 1 else wanted, now)
             if not rows:
                 return
             first.copying.on_lent(rows, generations)
