@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from engines import ANSWER_SECONDS, BLOCK, VOCABULARY, Engine, engine, stack, total
 
+from kvtier.client.private import LINGER_SECONDS
+
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]  # each step of an engine has a deadline of its own
 PROMPTS, BLOCKS = 6, 5
 WHOLE = [BLOCKS * BLOCK] * PROMPTS
@@ -69,10 +71,14 @@ def test_prompts_come_back_from_rows_and_from_the_disk(models, root, tmp_path, s
         rows = vllm.generate(asked())
         assert (rows.tokens, rows.cached) == (plain.tokens, WHOLE)
         pid = stack_process(short_folder)
-    with served(models, tmp_path, root, short_folder) as vllm:  # at the process that serves on
+    left = time.monotonic()
+    with served(models, tmp_path, root, short_folder) as vllm:  # at the process that serves on, if it comes in time
+        in_time = time.monotonic() < left + LINGER_SECONDS
         warm = vllm.generate(asked())
         assert (warm.tokens, warm.cached) == (plain.tokens, WHOLE)
-        assert stack_process(short_folder) == pid
+        if in_time:
+            assert stack_process(short_folder) == pid
+        pid = stack_process(short_folder)
     assert ends(pid), "a private process ends after its last engine"
     with served(models, tmp_path, root, short_folder) as vllm:
         restored = vllm.generate(asked())
