@@ -28,7 +28,6 @@ from kvtier.config import parse_stack
 from kvtier.engines.process_stack import Driver, open_engine_stack
 from kvtier.service.pool import DOCUMENT_SECONDS
 from kvtier.stack.watching.stats import TierStats
-from kvtier.tier.contract import LookupResult
 from kvtier.types.geometry import GroupLayout, KVLayout, TensorRef
 from kvtier.types.hints import Demote
 from kvtier.types.jobs import JobResult
@@ -135,8 +134,6 @@ class StackTiers(Contestant):
         keys, begun = keys_of(job), time.perf_counter()
         self._requests += 1
         with self.stack.request(RequestId(f"r{self._requests}")) as request:
-            if LookupResult.RETRY in self.stack.lookup(keys):
-                self._until(lambda: LookupResult.RETRY not in self.stack.lookup(keys))
             reservation = request.reserve(keys)
             self._until(lambda: reservation.served)
             hits = [*reservation.hits(), False].index(False)
