@@ -19,7 +19,7 @@ from typing import Any
 
 import click
 
-from benchmarks.fs_child import FIRST, LOAD, Content, Pass, Setup
+from benchmarks.fs_child import FIRST, LOAD, Content, Contestant, Pass, Setup
 from benchmarks.fs_kvtier import KVTier
 from benchmarks.options import JSON_FILE
 from benchmarks.report import GIB, Report, median, paired_ratio, percentile, table
@@ -72,15 +72,15 @@ def measure(folder: Path, block_bytes: int, total: int, repetitions: int) -> lis
     content = Content(tier.open(Setup(str(folder), block_bytes, blocks, 32)))
     found: list[dict[str, Any]] = []
     try:
-        _run(tier, content, Pass(FIRST, 0, blocks, blocks, 1), None)
+        run(tier, content, Pass(FIRST, 0, blocks, blocks, 1), None)
         for name, at_once in (("many jobs", 32), ("jobs one by one", 1)):
             load = Pass(LOAD, 0, blocks, JOB_BLOCKS, at_once)
             seconds: dict[str, list[float]] = {"alone": [], "busy": []}
             delays: list[float] = []
             for _ in range(repetitions):
-                seconds["alone"].append(_run(tier, content, load, None)[0])
-                seconds["busy"].append(_run(tier, content, load, spin)[0])
-                delays += _run(tier, content, load, nap)[1]
+                seconds["alone"].append(run(tier, content, load, None)[0])
+                seconds["busy"].append(run(tier, content, load, spin)[0])
+                delays += run(tier, content, load, nap)[1]
             size = blocks * block_bytes / GIB
             found.append(
                 {
@@ -99,7 +99,8 @@ def measure(folder: Path, block_bytes: int, total: int, repetitions: int) -> lis
     return found
 
 
-def _run(tier: KVTier, content: Content, work: Pass, beside: Work | None) -> tuple[float, list[float]]:
+def run(tier: Contestant, content: Content, work: Pass, beside: Work | None) -> tuple[float, list[float]]:
+    """A pass beside another thread: its seconds, and the delays of one that naps. What was loaded is compared."""
     jobs = work.jobs()
     (content.spoil if work.kind == LOAD else content.fill)(work)
     tier.prepare(work, jobs)

@@ -8,8 +8,9 @@ blocks, which an engine would do otherwise. Bytes a second are those that moved 
 
 `step` is a synchronous engine over an `EngineStack` with 32 requests running. In every step it takes in what ended
 (`step`) and stores the blocks that became full, two in the mean; every tenth step a request ends and a new one of 64
-blocks is looked up, reserved, polled, loaded and, where it missed, computed and stored. What is timed is every call of
-the stack that the engine's thread makes in a step, added up; between steps it sleeps as if it waited for its device.
+blocks is reserved, polled, loaded and, where it missed, computed and stored. What is timed is every call of the stack
+that the engine's thread makes in a step, added up; between steps it sleeps as if it waited for its device.
+`benchmarks.stack_process` has the same engine over both drivers.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from benchmarks.options import JSON_FILE
 from benchmarks.report import ABSENT, GIB, Report, percentile, table
 from kvtier.cli.temporary_folders import temporary_folder
 from kvtier.config import parse_stack, stack_parts
-from kvtier.control.reservations import Reservation
+from kvtier.engines.process_calls import ProcessRequest
+from kvtier.engines.process_stack import Driver, ProcessStack, open_engine_stack
 from kvtier.stack import EngineStack
 from kvtier.stack.request import StackRequest
-from kvtier.tier.contract import LookupResult
 from kvtier.tools.replay.report import tier_json
 from kvtier.tools.replay.run import Replay
 from kvtier.tools.replay.setup import ReplayOptions
@@ -49,7 +50,6 @@ RUNNING = 32
 BLOCK_TOKENS = 16
 PROMPT_BLOCKS, SHARED_BLOCKS, OUTPUT_BLOCKS = 64, 48, 21
 DOCUMENTS = 64
-HITS = (LookupResult.HIT, LookupResult.HIT_PENDING)
 T = TypeVar("T")
 
 
@@ -94,12 +94,12 @@ def _cpu_seconds() -> float:
 class Request:
     """One request of the engine: its keys, its GPU blocks, how far it is."""
 
-    opened: StackRequest
+    opened: StackRequest | ProcessRequest
     keys: list[OffloadKey]
     blocks: list[int]
     phase: int
+    arrived: float
     computed: int = 0
-    reservation: Reservation | None = None
     loading: bool = False
     running: bool = False
     jobs: set[JobId] = field(default_factory=set)
@@ -107,17 +107,24 @@ class Request:
 
 @dataclass(slots=True)
 class Spent:
-    """Seconds of the engine's thread in calls of the stack: by call, and all of a step together."""
+    """Seconds of the engine's thread in calls of the stack: by call, and all of a step together.
+
+    `until_loaded` are those from the arrival of a request to the end of its load, of requests that arrived since.
+    """
 
     calls: dict[str, list[float]] = field(default_factory=dict)
     steps: list[float] = field(default_factory=list)
     steps_cpu: list[float] = field(default_factory=list)
+    until_loaded: list[float] = field(default_factory=list)
+    since: float = field(default_factory=time.perf_counter)
 
 
 class Engine:
     """A synchronous engine without a model: 32 running requests, each block's bytes those that its key says."""
 
-    def __init__(self, stack: EngineStack, tensor: torch.Tensor, seed: int, *, records: bool = False) -> None:
+    def __init__(
+        self, stack: EngineStack | ProcessStack, tensor: torch.Tensor, seed: int, *, records: bool = False
+    ) -> None:
         self.stack = stack
         self._records = records
         self._follows = stack.engine.follows_requests
@@ -148,8 +155,7 @@ class Engine:
     def step(self) -> None:
         """One step: what ended, arrivals, waiting requests, running ones; then the stores of what became full."""
         self._now = (0.0, 0.0)
-        for result in self._timed("step", self.stack.step):
-            self._ended(result)
+        self._take_in()
         self._number += 1
         if self._number % (OUTPUT_BLOCKS * BLOCK_TOKENS // RUNNING) == 0 or len(self._requests) < RUNNING:
             self._arrive()
@@ -162,35 +168,45 @@ class Engine:
         self.spent.steps.append(self._now[0])
         self.spent.steps_cpu.append(self._now[1])
 
+    def drain(self, seconds: float = 30.0) -> None:
+        """Step without new work until the stack has none, or for so long."""
+        until = time.perf_counter() + seconds
+        while self.stack.has_pending_work and time.perf_counter() < until:
+            self._take_in()
+            self.stack.wait(0.02)
+
+    def _take_in(self) -> None:
+        for result in self._timed("step", self.stack.step):
+            self._ended(result)
+
     def _arrive(self) -> None:
         if len(self._free) < PROMPT_BLOCKS + OUTPUT_BLOCKS or len(self._requests) >= 2 * RUNNING:
             return
+        arrived = time.perf_counter()
         document = self._documents[int(self._random.integers(DOCUMENTS))]
         keys = document + self._fresh(PROMPT_BLOCKS - SHARED_BLOCKS + OUTPUT_BLOCKS)
         blocks = [self._free.pop() for _ in keys]
         phase, name, prompt = int(self._random.integers(BLOCK_TOKENS)), f"r{self._number}", keys[:PROMPT_BLOCKS]
         announced = prompt if self._follows else None
         opened = self._timed("request", lambda: self.stack.request(RequestId(name), announced))
-        request = self._requests[name] = Request(opened, keys, blocks, phase)
-        found = self._timed("lookup", lambda: self.stack.lookup(prompt))
-        hits = next((at for at, result in enumerate(found) if result not in HITS), len(found))
-        if hits:
-            request.reservation = self._timed("reserve", lambda: opened.reserve(prompt[:hits]))
+        self._timed("reserve", lambda: opened.reserve(prompt))
+        self._requests[name] = Request(opened, keys, blocks, phase, arrived)
 
     def _wait(self, request: Request) -> None:
         """A request that does not run yet: its rows are waited for, loaded, and what missed is computed."""
         if request.loading:
             return
-        if request.reservation is not None:
-            reservation = self._timed("reservation", lambda: request.opened.reservation)
-            if reservation is not None and not reservation.served:
-                return
-            hits = reservation.hits() if reservation is not None else []
-            count = hits.index(False) if False in hits else len(hits)
-            if count:
-                request.loading = True
-                self._submit("load", JobKind.LOAD, [(request, list(range(count)))])
-                return
+        reservation = self._timed("reservation", lambda: request.opened.reservation)
+        if reservation is not None and not reservation.served:
+            return
+        hits = reservation.hits() if reservation is not None else []
+        count = hits.index(False) if False in hits else len(hits)
+        if count:
+            request.loading = True
+            self._submit("load", JobKind.LOAD, [(request, list(range(count)))])
+            return
+        if True in hits:
+            self._timed("release", request.opened.release)
         self._prefill(request, 0)
 
     def _prefill(self, request: Request, first: int) -> None:
@@ -243,6 +259,7 @@ class Engine:
         self._of_job[job_id] = [request for request, _ in parts], parts[0][1] if kind is JobKind.LOAD else []
 
     def _ended(self, result: JobResult) -> None:
+        now = time.perf_counter()
         requests, places = self._of_job.pop(result.job_id)
         for request in requests:
             request.jobs.discard(result.job_id)
@@ -256,6 +273,8 @@ class Engine:
             if not np.array_equal(self._pages[request.blocks[at]], self._content(request.keys[at])):
                 raise AssertionError(f"block {at} of a request holds wrong bytes")
         self.loaded += count
+        if request.arrived >= self.spent.since:
+            self.spent.until_loaded.append(now - request.arrived)
         self._prefill(request, count)
 
     def _compute(self, request: Request, places: list[int]) -> None:
@@ -269,9 +288,18 @@ class Engine:
 
 @contextmanager
 def engine_over(
-    folder: Path, page_bytes: int, policy: str = "lru", traces: Path | None = None, **changes: Any
+    folder: Path,
+    page_bytes: int,
+    policy: str = "lru",
+    traces: Path | None = None,
+    driver: Driver = "embedded",
+    more: str = "",
+    **changes: Any,
 ) -> Iterator[Engine]:
-    """An engine over a stack; with a folder for traces the stack records its requests. `changes` are of its parts."""
+    """An engine over a stack; with a folder for traces the stack records its requests.
+
+    `changes` are of the parts of an embedded stack, `more` are further lines of the stack file.
+    """
     layout = KVLayout((GroupLayout((TensorRef(0, page_bytes),), BLOCK_TOKENS),))
     per_request = PROMPT_BLOCKS + OUTPUT_BLOCKS
     tensor = torch.zeros((3 * RUNNING * per_request, page_bytes), dtype=torch.int8)
@@ -283,8 +311,12 @@ def engine_over(
     )
     if traces is not None:
         text += f"record: {{folder: {traces}}}\n"
-    parts = stack_parts(parse_stack(text), Namespace(layout, model="benchmark"), [tensor])
-    with EngineStack(replace(parts, **changes)) as stack:
+    config, namespace = parse_stack(text + more), Namespace(layout, model="benchmark")
+    with (
+        EngineStack(replace(stack_parts(config, namespace, [tensor]), **changes))
+        if driver == "embedded"
+        else open_engine_stack(config, namespace, [tensor], driver=driver)
+    ) as stack:
         yield Engine(stack, tensor, seed=1, records=traces is not None)
 
 

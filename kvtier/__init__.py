@@ -8,7 +8,9 @@ from importlib import import_module, metadata
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvtier.config import StackConfig, load_stack, open_engine_stack, open_stack, parse_stack
+    from kvtier.config import StackConfig, load_stack, open_stack, parse_stack
+    from kvtier.engines.process_calls import ProcessCalls, ProcessRequest, ProcessReservation
+    from kvtier.engines.process_stack import ProcessStack, open_engine_stack
     from kvtier.errors import ConfigError, GeometryError, IntegrityError, KVTierError, ResourceError, UsageError
     from kvtier.metrics import metric_families
     from kvtier.stack import CloseReport, EngineStack, StackStats, TierStack, TierStats
@@ -28,7 +30,9 @@ if TYPE_CHECKING:
     __version__: str
 
 _NAMES = {
-    "kvtier.config": "StackConfig load_stack open_engine_stack open_stack parse_stack",
+    "kvtier.config": "StackConfig load_stack open_stack parse_stack",
+    "kvtier.engines.process_calls": "ProcessCalls ProcessRequest ProcessReservation",
+    "kvtier.engines.process_stack": "ProcessStack open_engine_stack",
     "kvtier.errors": "ConfigError GeometryError IntegrityError KVTierError ResourceError UsageError",
     "kvtier.metrics": "metric_families",
     "kvtier.stack": "CloseReport EngineStack StackStats TierStack TierStats",
@@ -49,7 +53,9 @@ _MODULES = {name: module for module, names in _NAMES.items() for name in names.s
 """Where each public name is defined."""
 
 __all__ = ["__version__"]  # type checkers read only literals
-__all__ += ["StackConfig", "load_stack", "open_engine_stack", "open_stack", "parse_stack"]
+__all__ += ["StackConfig", "load_stack", "open_stack", "parse_stack"]
+__all__ += ["ProcessCalls", "ProcessRequest", "ProcessReservation"]
+__all__ += ["ProcessStack", "open_engine_stack"]
 __all__ += ["ConfigError", "GeometryError", "IntegrityError", "KVTierError", "ResourceError", "UsageError"]
 __all__ += ["metric_families"]
 __all__ += ["CloseReport", "EngineStack", "StackStats", "TierStack", "TierStats"]

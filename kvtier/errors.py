@@ -68,7 +68,8 @@ class RootBusyError(RootError):
     """Another live process owns the root."""
 
     def __init__(self, root: str, owner: str) -> None:
-        super().__init__(root, f"in use by {owner}; give this process a root of its own or stop the other one")
+        ways = "give this process a root of its own, stop the other one, or serve both by one `kvtier serve`"
+        super().__init__(root, f"in use by {owner}; {ways}")
         self.owner = owner
 
 

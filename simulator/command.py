@@ -20,8 +20,9 @@ from itertools import repeat
 import click
 
 from simulator.seed_run import SeedOutcome, Simulator
+from simulator.service.world import ServiceSimulator
 
-LAYOUTS = ("slab", "files")
+LAYOUTS = ("slab", "files", "service")
 RANGE_SEEDS = 20
 """How many seeds a process runs before it reports."""
 
@@ -44,7 +45,7 @@ class SeedRange:
     default="slab",
     show_default=True,
     type=click.Choice(LAYOUTS),
-    help="slab: tier fs; files: tier shared_fs.",
+    help="slab: tier fs; files: tier shared_fs; service: engines at a stack process.",
 )
 @click.option("--jobs", default=1, show_default=True, type=click.IntRange(1, 256), help="Processes to use.")
 @click.option("--seed", "single", type=click.IntRange(min=0), help="Run this one seed.")
@@ -89,9 +90,14 @@ def run_ranges(seeds: range, layout: str, jobs: int) -> Iterator[SeedRange]:
         yield from pool.map(run_range, parts, repeat(layout))
 
 
+def make_simulator(layout: str) -> Simulator | ServiceSimulator:
+    """The simulator of a layout."""
+    return ServiceSimulator() if layout == "service" else Simulator(layout=layout)
+
+
 def run_range(seeds: range, layout: str) -> SeedRange:
     """Run seeds in this process."""
-    simulator = Simulator(layout=layout)
+    simulator = make_simulator(layout)
     began = time.process_time()
     broken, covered = [], Counter[str]()
     for seed in seeds:
@@ -109,7 +115,7 @@ def _freeze_heap() -> None:
 
 
 def _replay(seed: int, layout: str, with_trace: bool, as_json: bool) -> int:
-    outcome = Simulator(layout=layout).run(seed)
+    outcome = make_simulator(layout).run(seed)
     if with_trace:
         click.echo("\n".join(outcome.trace))
     click.echo(_words(outcome, layout, as_json))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from operator import attrgetter
-from typing import Any, ClassVar, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 
 import numpy as np
 from pydantic import Field
@@ -41,9 +41,12 @@ from kvtier.types.jobs import (
 )
 from kvtier.types.keys import CPU
 from kvtier.types.values import job_value
-from kvtier_cpu.region.opening import RegionHost, open_region
+from kvtier_cpu.region.opening import RegionHost, attach_region, open_region
 from kvtier_cpu.region.populate import private_works
-from kvtier_cpu.region.shared_region import RegionSpec, SharedRegion, Sharing, intact_rows, seal_rows
+from kvtier_cpu.region.shared_region import Populated, RegionSpec, SharedRegion, Sharing, intact_rows, seal_rows
+
+if TYPE_CHECKING:
+    from kvtier_cpu.region.huge_pages import HugePages
 
 TRANSFER_OF, IS_OK = attrgetter("transfer"), attrgetter("ok")
 T = TypeVar("T")
@@ -154,6 +157,7 @@ class CPUBackend(LoadStore):
         self._region: SharedRegion | None = None
         self._ending: SharedRegion | None = None
         self._context: TierContext | None = None
+        self._huge: HugePages | None = None
         self._pool = DaemonPool("kvtier-cpu", POOL_THREADS)
         self._hashing = RowHashing(self._pool)
         self._transfers: set[asyncio.Future[JobResult]] = set()
@@ -166,6 +170,11 @@ class CPUBackend(LoadStore):
             raise UsageError("the CPU tier is not open")
         return self._region
 
+    @property
+    def huge_share(self) -> float:
+        """The share of the rows' bytes that are in huge pages. Of shared rows; it grows after opening."""
+        return 0.0 if self._huge is None else self._huge.share
+
     async def open(self, context: TierContext) -> Opened:
         """Create or join the shared region as its coordinator.
 
@@ -177,6 +186,11 @@ class CPUBackend(LoadStore):
         spec = replace(spec, participant=world_size) if named else replace(spec, serves=tuple(range(world_size)))
         region = await self._map(context, spec)
         sharing = region.spec.sharing
+        if sharing is Sharing.MEMFD and self.options.huge_pages and region.populated is not Populated.SKIPPED:
+            from kvtier_cpu.region.huge_pages import HugePages  # most stacks have private memory
+
+            self._huge = HugePages(region.maps[0], self.options.label)
+            self._huge.open()
         mode = f"{sharing}, {region.populated}" if self.options.populate else str(sharing)
         notes = () if region.complete else (f"{spec.participants} processes share the region; not all have mapped it",)
         return Opened(
@@ -205,6 +219,13 @@ class CPUBackend(LoadStore):
         if context.one_process and spec.geometry.world_size == 1 and self._takes_private():
             spec = replace(spec, sharing=Sharing.PRIVATE)
         return await self._map(context, spec)
+
+    @classmethod
+    def attach(cls, context: TierContext, num_rows: int, rows_fd: int, control_fd: int) -> SharedRows:
+        """Map a region by descriptors that its coordinator passed on. Raises RegionError."""
+        digest = context.namespace.digest()
+        spec = RegionSpec(context.geometry, num_rows, digest, (context.worker,), populate=False)
+        return attach_region(spec, rows_fd, control_fd, counted=False)
 
     def worker_notes(self) -> list[str]:
         """The note of each worker. Raises ResourceError unless every worker has mapped the region."""
@@ -246,6 +267,9 @@ class CPUBackend(LoadStore):
         Memory that a copy past the deadline still has a view of stays mapped until that view is gone.
         """
         self._context = None
+        if self._huge is not None:
+            await self._pool.run(self._huge.close)
+            self._huge = None
         if self._transfers:
             await asyncio.wait(self._transfers, timeout=CLOSE_SECONDS)
         self._ending, self._region = self._region or self._ending, None

@@ -304,6 +304,12 @@ ROWS: dict[str, tuple[Chart, ...]] = {
             (("increase(kvtier_exceptions_total{stack}[1h])", "{{instance}}"),),
         ),
         Chart(
+            "Restarts in an hour",
+            "Stack processes that had ended and were started again; the log says why. More than three wait an hour.",
+            "short",
+            (("increase(kvtier_restarts_total{stack}[1h])", "{{instance}}"),),
+        ),
+        Chart(
             "Lost events",
             "Keys whose events were discarded because a router did not read them.",
             "cps",

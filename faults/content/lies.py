@@ -31,7 +31,7 @@ from kvtier.tier.contract import LoadStore
 from kvtier.types.keys import OffloadKey
 from kvtier.types.namespace import Namespace
 from kvtier_fs import SharedFSBackend
-from kvtier_fs.shared.leases import Leases, this_process
+from kvtier_fs.shared.leases import FolderLeases, this_process
 from simulator.records import ForgedRecord, Record, forge_records
 
 from ..attack import Budget, Tally
@@ -123,7 +123,7 @@ class Liar:
         fd = os.open(self.root / "leases", os.O_RDONLY | os.O_DIRECTORY)
         try:
             for name, pid in ((ENDED, 2**22), (LIVING, os.getpid())):
-                Leases(fd, name, replace(this_process(), pid=pid), time.monotonic, 60.0).take()
+                FolderLeases(fd, name, replace(this_process(), pid=pid), time.monotonic, 60.0).take()
         finally:
             os.close(fd)
         (self.root / "bucket-00" / f"new-{ENDED}-1").write_bytes(bytes(4096))

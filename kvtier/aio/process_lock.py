@@ -5,9 +5,14 @@ last as long as any child of it lives. Therefore a child closes these descriptor
 the lock. That covers `os.fork` and multiprocessing; what a program starts by exec loses them by O_CLOEXEC.
 """
 
+import errno
+import fcntl
 import os
-from contextlib import suppress
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
+PAUSE_SECONDS = 0.02
 _locks: set[int] = set()
 
 
@@ -29,3 +34,35 @@ def _close_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_close_in_child)
+
+
+@contextmanager
+def locked_file(path: str, wait_seconds: float = 0.0) -> Iterator[None]:
+    """A file, made if it is absent, that is locked until the block ends.
+
+    Raises OSError, and TimeoutError if another process has it locked for so long.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+    keep_from_children(fd)
+    try:
+        lock_file(fd, time.monotonic() + wait_seconds)
+        try:
+            yield
+        finally:
+            fcntl.flock(fd, fcntl.LOCK_UN)  # closing is not enough: a child that C code forked has it too
+    finally:
+        share_with_children(fd)
+        os.close(fd)
+
+
+def lock_file(fd: int, deadline: float) -> None:
+    """Lock an open file. Raises OSError, and TimeoutError if another process has it locked until the deadline."""
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise TimeoutError(errno.ETIMEDOUT, "another process holds the lock") from None
+            time.sleep(PAUSE_SECONDS)
+        else:
+            return

@@ -6,7 +6,6 @@ from kvtier.config.load import (
     build_tiers,
     find_tier,
     load_stack,
-    open_engine_stack,
     open_stack,
     parse_stack,
     stack_parts,
@@ -16,4 +15,4 @@ from kvtier.config.load import (
 __all__ = ["build_tiers", "find_tier", "load_stack", "parse_stack"]
 __all__ += ["StackConfig", "StackOptions"]
 __all__ += ["stack_schema"]
-__all__ += ["open_engine_stack", "open_stack", "stack_parts"]
+__all__ += ["open_stack", "stack_parts"]

@@ -26,7 +26,7 @@ from kvtier.types.namespace import Namespace
 if TYPE_CHECKING:
     import torch
 
-    from kvtier.stack import EngineStack, TierStack
+    from kvtier.stack import TierStack
 
 
 class StackOptions(Options):
@@ -73,6 +73,13 @@ class StackOptions(Options):
         pattern=r"^(/.*)?$",
         max_length=100,
         description="absolute path of a Unix socket that serves figures to kvtier top; none when left out",
+    )
+    runtime_dir: str = Field(
+        default="",
+        pattern=r"^(/.*)?$",
+        max_length=80,
+        description="absolute path of a folder for the socket of a stack process; XDG_RUNTIME_DIR, /run, /tmp or "
+        "/dev/shm when left out",
     )
     hints: HintOptions = Field(
         default=HintOptions(), description="bounds of hints: retained_sets, retain_time, prefetch_blocks"
@@ -241,7 +248,7 @@ def stack_parts(
     engine_id: str = "",
     model: str = "",
 ) -> StackParts:
-    """The parts of a TierStack or an EngineStack. Opens nothing. The arguments are those of `open_stack`.
+    """The parts of a stack. Opens nothing. The arguments are those of `open_stack`.
 
     The operator's tag and block size factor of the file go into the namespace; a factor that contradicts the
     engine's is a ConfigError. A file without a gpu tier is given one with its defaults when the engine brings tensors.
@@ -289,18 +296,3 @@ def open_stack(
     from kvtier.stack import TierStack
 
     return TierStack(stack_parts(stack, layout, tensors, workers, engine_id=engine_id, model=model))
-
-
-def open_engine_stack(
-    stack: str | os.PathLike[str] | StackConfig,
-    layout: KVLayout | Namespace,
-    tensors: Sequence[torch.Tensor] | None = None,
-    *,
-    model: str = "",
-    workers: Sequence[LoadStore] = (),
-    engine_id: str = "",
-) -> EngineStack:
-    """A stack for a synchronous engine, for `with`: the arguments are those of `open_stack`."""
-    from kvtier.stack import EngineStack
-
-    return EngineStack(stack_parts(stack, layout, tensors, workers, engine_id=engine_id, model=model))

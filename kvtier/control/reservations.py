@@ -11,12 +11,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from heapq import heapify, heappop, heappush
 
 from kvtier.control.flow.promotions import Promotions
 from kvtier.control.flow.row_request import RowRequest
+from kvtier.tier.contract import LookupResult
 from kvtier.types.keys import OffloadKey, RequestId
 
 STALE_MIN = 64
@@ -62,6 +63,13 @@ class Reservation(RowRequest):
                 self.keys.append(key)
                 self.state.append(KeyState.WANTED)
                 self.open += 1
+
+    def answer(self, key: OffloadKey) -> LookupResult | None:
+        """The answer for a key once this is served; None if it was not reserved."""
+        index = self.index.get(key)
+        if index is None:
+            return None
+        return LookupResult.HIT if self.state[index] is KeyState.LEASED else LookupResult.MISS
 
     def on_fill(self, index: int, row: int | None, position: int, now: float) -> None:
         if self.ended or self.state[index] is not KeyState.FILLING:
@@ -156,8 +164,15 @@ class Reservation(RowRequest):
         return [state is KeyState.LEASED for state in self.state]
 
 
+def _none() -> bool:
+    return False
+
+
 class Reservations:
-    """All reservations in order of age. Those that change by time alone are `expect`ed in order of their times."""
+    """All reservations in order of age. Those that change by time alone are `expect`ed in order of their times.
+
+    `has_leases_outside`: a caller pins rows for leases of its own, and will end some of them without being asked.
+    """
 
     def __init__(self, promotions: Promotions, deadline_seconds: float, lease_seconds: float) -> None:
         self.control = promotions.control
@@ -165,6 +180,7 @@ class Reservations:
         self.deadline_seconds = deadline_seconds
         self.lease_seconds = lease_seconds
         self.by_request: dict[RequestId, Reservation] = {}
+        self.has_leases_outside: Callable[[], bool] = _none
         self._times: list[tuple[float, int, Reservation]] = []
         self._serials = itertools.count()
 
@@ -207,8 +223,8 @@ class Reservations:
         return None
 
     def has_older_leases(self, age: int) -> bool:
-        """True if a request older than `age` holds leases, which will end by themselves."""
-        return any(other.rows for other in self.by_request.values() if other.age < age)
+        """True if a request older than `age`, or an engine, holds leases, which will end by themselves."""
+        return any(other.rows for other in self.by_request.values() if other.age < age) or self.has_leases_outside()
 
     def lapse(self, now: float) -> None:
         """Leases that were reported and not used in time are revoked; the request may ask again."""

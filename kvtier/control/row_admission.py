@@ -288,7 +288,7 @@ class RowAdmission:
             if request.short_since is None or len(request.todo) < before:
                 request.short_since = now
             patience_ends = request.short_since + self._patience_seconds
-            if self._make_way(short, patient=now < patience_ends):
+            if self.make_way(short, patient=now < patience_ends):
                 continue
             if now < patience_ends and self._demotions.cleaning:
                 self.wake_at = min(self.wake_at, patience_ends)
@@ -310,13 +310,13 @@ class RowAdmission:
                 patience_ends = store.started + self._patience_seconds
                 if now < patience_ends:
                     self.wake_at = min(self.wake_at, patience_ends)
-                elif self._make_way(len(store.todo), patient=False):
+                elif self.make_way(len(store.todo), patient=False):
                     continue
                 self.control.shortage = len(store.todo)
                 return
             self._stores_waiting.discard(age)
 
-    def _make_way(self, count: int, patient: bool) -> bool:
+    def make_way(self, count: int, patient: bool) -> bool:
         """Make dirty rows clean, unwritten; True when that made room."""
         before = self.control.cpu.available
         self._demotions.drop_dirty(count - before, patient)

@@ -14,6 +14,9 @@ from kvtier.control.tiers.reuse_times import AGE_BOUNDS
 from kvtier.stack.watching.stats import StackStats
 from kvtier.types.jobs import DropReason, SkipReason
 
+RESTARTS = "kvtier_restarts_total"
+"""A metric that the engine itself counts: its stack process cannot."""
+
 Samples = dict[tuple[str, ...], float | HistogramFigures]
 """A metric's values at one moment, by the values of its labels; those of a histogram are `HistogramFigures`."""
 
@@ -172,6 +175,7 @@ DEFINITIONS: tuple[MetricDefinition, ...] = tuple(
         ("kvtier_group_blocks_total", "group_blocks", ("direction", "group"), _OF_GROUP),
         ("kvtier_backlog_blocks", "backlog", (), "Blocks queued or in flight to lower tiers."),
         ("kvtier_exceptions_total", "exceptions", (), _CAUGHT),
+        (RESTARTS, "restarts", (), "Times that the engine started its stack process again, after that had ended."),
         ("kvtier_config_info", "about", _ABOUT, "1, with the settings of the tier as labels."),
         ("kvtier_build_info", "build", ("version",), "1, with the version of kvtier as label."),
         ("kvtier_lost_events_total", "events_lost", (), "Keys whose events were discarded because they were not read."),

@@ -8,6 +8,7 @@ import math
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -48,6 +49,7 @@ from kvtier.tier.contract import (
     ProbesAlignment,
     ProvidesRows,
     Resettable,
+    SharedRows,
     TierContext,
 )
 from kvtier.types.geometry import Geometry, GroupKind, KVLayout, stack_alignment
@@ -93,6 +95,9 @@ class StackParts:
     highest lower tier that has one. `stats_socket` is the path of a Unix socket that serves the stack's figures; empty:
     none. `operator_log` is the name of the logger for what operators must know. With a `tracer` of OpenTelemetry each
     job of a tier has a span.
+
+    With `joins` the lower tiers are held back until it has a namespace, and `refine` is not called. The layout of that
+    may have shorter blocks than the rows.
     """
 
     tiers: Sequence[LoadStore]
@@ -108,6 +113,7 @@ class StackParts:
     stats_socket: str = ""
     operator_log: str = LOGGER
     tracer: Tracer | None = None
+    joins: asyncio.Future[Namespace] | None = None
 
 
 def order_problems(media: Sequence[str]) -> list[ConfigError]:
@@ -245,7 +251,8 @@ async def _assemble(
     geometry = Geometry(namespace.layout, await resolve_alignment([*copiers, cpu, *lowers], parts.settings))
 
     async def opened_with(tier: LoadStore, of: Namespace = namespace, **more: object) -> Opened:
-        context = TierContext(tier.options.label, geometry, of, clock, engine_id, **more)  # type: ignore[arg-type]
+        laid = replace(geometry, layout=of.layout) if tier in lowers else geometry
+        context = TierContext(tier.options.label, laid, of, clock, engine_id, **more)  # type: ignore[arg-type]
         to_close.append(tier)
         try:
             return await open_tier(tier, context, parts.settings)
@@ -255,31 +262,30 @@ async def _assemble(
                 raise error.below(f"tiers[{parts.tiers.index(tier)}]") from error
             raise
 
-    def spec(tier: LoadStore, opened: Opened) -> TierSpec:
-        return tier_spec(tier, opened, geometry, parts.settings.lookup_timeout_seconds)
+    def spec(tier: LoadStore, opened: Opened, layout: KVLayout) -> TierSpec:
+        return tier_spec(tier, opened, replace(geometry, layout=layout), parts.settings.lookup_timeout_seconds)
 
     cpu_opened = await opened_with(cpu, workers=copiers)
-    if not isinstance(cpu, ProvidesRows):
-        raise ConfigError("the cpu tier provides no rows", "tiers")
-    rows, notes = cpu.rows, _worker_notes(parts, cpu)
+    rows, notes = _rows_of(cpu), _worker_notes(parts, cpu)
     geometry = _measured(parts, cpu, geometry, notes)
     for worker, copier in enumerate(copiers):
         await opened_with(copier, worker=worker, kv_caches=parts.kv_caches, rows=rows)
     queues = {tier: TierQueue(tier, inflight_bytes(tier)) for tier in (cpu, *lowers)}
 
     async def open_lower(lower: LoadStore, of: Namespace, new_epoch: int | None) -> TierSpec:
-        return await _lower_spec(queues[lower], opened_with(lower, of, rows=rows, new_epoch=new_epoch), spec)
+        made = partial(spec, layout=of.layout)
+        return await _lower_spec(queues[lower], opened_with(lower, of, rows=rows, new_epoch=new_epoch), made)
 
     below = LowerTiers(lowers, open_lower)
     namespace = replace(namespace, layout=geometry.layout)
-    refining = await _refining(parts, namespace, notes) if lowers else None
+    refining = parts.joins or (await _refining(parts, namespace, notes) if lowers else None)
     known = refining is None or (refining.done() and not isinstance(refining.exception(), (OSError, ResourceError)))
     if known:
-        specs = await below.open(refining.result() if refining is not None else namespace)
+        specs = await below.open(namespace if refining is None else refining.result())
     else:
-        specs = [replace(spec(lower, Opened(0)), held_back=True) for lower in lowers]
+        specs = [replace(spec(lower, Opened(0), geometry.layout), held_back=True) for lower in lowers]
     completed = complete_settings(parts, watermark_rows(cpu.options, rows.num_rows))
-    plane = ControlPlane(spec(cpu, cpu_opened), specs, geometry.factor, completed, chains(geometry))
+    plane = ControlPlane(spec(cpu, cpu_opened, geometry.layout), specs, geometry.factor, completed, chains(geometry))
     models = plane.control.models
     joining = None if known or refining is None else Joining(below, refining, rows.num_rows, models, deliver)
     files = model_files(parts, lowers, models, plane.control.lowers)
@@ -416,6 +422,12 @@ def model_files(
 
         budgets = budget_records(limited)
     return ModelFiles(Path(own or folders[0]), models, bool(own), budgets, parts.settings.close_timeout_seconds)
+
+
+def _rows_of(cpu: LoadStore) -> SharedRows:
+    if not isinstance(cpu, ProvidesRows):
+        raise ConfigError("the cpu tier provides no rows", "tiers")
+    return cpu.rows
 
 
 def _worker_notes(parts: StackParts, cpu: LoadStore) -> list[str]:

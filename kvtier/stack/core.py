@@ -124,22 +124,7 @@ class StackCore(ServesRequests):
         timeout_seconds: float | None,
     ) -> TransferJob:
         """A job for whole blocks, of one group by `keys` and `gpu_blocks` or of several by `groups`."""
-        check_types("a job", (keys, Sized), (gpu_blocks, Sized), (groups, Sized))
-        if not len(groups):
-            groups = [(keys, gpu_blocks)]
-        elif len(keys) or len(gpu_blocks):
-            raise UsageError("blocks are named by keys and gpu_blocks or by groups, not by both")
-        geometry = self._opened().geometry
-        check_pairs(groups, geometry.num_groups)
-        factor = geometry.factor
-        transfers = []
-        for group_keys, blocks in groups:
-            if len(blocks) != len(group_keys) * factor:
-                raise UsageError(f"{len(group_keys)} keys of {factor} GPU blocks each, but {len(blocks)} GPU blocks")
-            if group_keys:
-                runs = GPURuns.whole(blocks, factor)
-                transfers.append(GPUGroup(key_group(group_keys[0]), tuple(group_keys), runs))
-        return self.job(kind, transfers, timeout_seconds)
+        return self.job(kind, whole_groups(keys, gpu_blocks, groups, self._opened().geometry), timeout_seconds)
 
     def _register(self, assembled: OpenStack, job: TransferJob, request: StackRequest | None) -> None:
         """Check a job; `_submit` it next."""
@@ -412,6 +397,26 @@ class EngineCalls(GuardedCalls):
         if self._driver._failed:
             return [], 0
         return [key for key in dict.fromkeys(keys) if key not in cpu.directory], cpu.available
+
+
+def whole_groups(
+    keys: Sequence[OffloadKey], gpu_blocks: Sequence[int], groups: Sequence[BlockGroup], geometry: Geometry
+) -> list[GPUGroup]:
+    """The groups of a job for whole blocks. Raises UsageError for blocks that contradict the layout."""
+    check_types("a job", (keys, Sized), (gpu_blocks, Sized), (groups, Sized))
+    if not len(groups):
+        groups = [(keys, gpu_blocks)]
+    elif len(keys) or len(gpu_blocks):
+        raise UsageError("blocks are named by keys and gpu_blocks or by groups, not by both")
+    check_pairs(groups, geometry.num_groups)
+    factor = geometry.factor
+    found = []
+    for group_keys, blocks in groups:
+        if len(blocks) != len(group_keys) * factor:
+            raise UsageError(f"{len(group_keys)} keys of {factor} GPU blocks each, but {len(blocks)} GPU blocks")
+        if group_keys:
+            found.append(GPUGroup(key_group(group_keys[0]), tuple(group_keys), GPURuns.whole(blocks, factor)))
+    return found
 
 
 def check_job(job: TransferJob, geometry: Geometry) -> None:

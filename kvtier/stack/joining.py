@@ -123,6 +123,8 @@ class Joining:
     Whatever fails is one line in the log, and the tiers are held back for the life of the stack. They are handed over
     in an epoch that counts every reset of the session: before its blocks become reachable each tier is reset to it,
     durably. A reset that comes after that hands them over again, unless the control plane has taken them.
+
+    `opening` ends when they were handed over, or with the `fault` for which they are held back.
     """
 
     def __init__(
@@ -142,13 +144,15 @@ class Joining:
         self._handing_over = asyncio.Lock()
         self._loop = asyncio.get_running_loop()
         self._tasks: list[asyncio.Task[None]] = []
-        self._begin(self._join(namespace))
+        self.fault: Exception | None = None
+        self.opening = self._begin(self._join(namespace))
 
     async def _join(self, namespace: asyncio.Future[Namespace]) -> None:
         try:
             self._specs = await self._lowers.open(await namespace)
             await self._hand_over()
         except Exception as error:
+            self.fault = error
             expected = isinstance(error, (OSError, KVTierError))
             names = self._lowers.names
             logger.error("tiers %s are held back for good: %s", names, error, exc_info=not expected)  # noqa: TRY400
@@ -156,7 +160,7 @@ class Joining:
     async def _hand_over(self) -> None:
         async with self._handing_over:
             resets = self._resets
-            epoch = max(spec.opened.epoch for spec in self._specs) + resets
+            epoch = max((spec.opened.epoch for spec in self._specs), default=0) + resets
             await self._lowers.raise_epoch(self._specs, epoch)
             lowers = await asyncio.to_thread(lower_tiers, self._specs, self._num_rows, epoch, self._models)
             self._deliver([JoiningTiers(lowers, epoch, resets)])

@@ -302,10 +302,7 @@ class TierStack(StackCore):
         if decided.jobs or decided.queries:
             self._start(decided.jobs, decided.queries)
         for result in decided.results:
-            if self._jobs.pop(result.job_id, None) is not None:
-                future = self._waiting.pop(result.job_id)
-                if not future.done():  # by the end of the stack
-                    future.set_result(result)
+            self._on_result(result)
         deadline = plane.next_deadline(self._clock())
         timer = self._timer
         if timer is not None and (deadline is None or deadline < timer.when()):
@@ -315,6 +312,13 @@ class TierStack(StackCore):
             self._timer = self._loop.call_at(deadline, self._on_timer)
         if pumps:  # else two calls that wait for progress would wake each other without end
             self._progress.set()
+
+    def _on_result(self, result: JobResult) -> None:
+        """A job has ended. Part of a step."""
+        if self._jobs.pop(result.job_id, None) is not None:
+            future = self._waiting.pop(result.job_id)
+            if not future.done():  # by the end of the stack
+                future.set_result(result)
 
     def _stop_dispatcher(self) -> None:
         assert self._assembled is not None

@@ -174,6 +174,15 @@ class ProvidesRows(Protocol):
 
 
 @runtime_checkable
+class AttachesRows(Protocol):
+    """A CPU tier whose rows a process can map by descriptors that another one passed on."""
+
+    @classmethod
+    def attach(cls, context: TierContext, num_rows: int, rows_fd: int, control_fd: int) -> SharedRows:
+        """The rows, as worker `context.worker` uses them. The caller keeps the descriptors. Raises RegionError."""
+
+
+@runtime_checkable
 class JoinsRows(Protocol):
     """A CPU tier whose region can be mapped by worker processes of their own."""
 

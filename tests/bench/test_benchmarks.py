@@ -8,11 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support_counts import count
+from support_counts import count, fully
 from support_paths import PROJECT
 from support_servers import needs_server
 
 from benchmarks.loaded import POLICIES, measure
+from benchmarks.stack_process import AIMS, BUSY, DRIVERS
 from faults.machine import warm
 from faults.remote.objects import without_ceph
 from faults.remote.pool import without_mooncake
@@ -121,6 +122,16 @@ def test_the_way_of_a_block_does_not_become_longer(trip: str, record: Callable[[
     copies = 0 if trip.startswith("lookup") or native_copy.load() else CALLS_OF_PYTHON_COPY
     assert row["calls_min"] <= CALLS_MAX[trip] + copies
     assert row["files_min"] <= FILES_MAX
+
+
+@fully
+def test_the_stack_process_benchmark_has_every_figure_of_both_drivers(record: Callable[[str], Record]) -> None:
+    rows = {row["what"]: row for row in record("stack_process")["results"]}
+    absent = {f"1024 KiB one by one, {BUSY}, share of the disk tier"}  # at the toy size
+    assert rows.keys() >= AIMS.keys() - absent
+    alone = {name for name in rows if name.startswith("memory beyond rows")}
+    assert all(row.keys() >= ({"process"} if name in alone else set(DRIVERS)) for name, row in rows.items())
+    assert all(rows[name]["process"] > 0 for name in AIMS.keys() - absent)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

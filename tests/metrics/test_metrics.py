@@ -27,6 +27,7 @@ UNITS = (
     "_slots",
     "_events",
     "_errors",
+    "_restarts",
     "_deadlines",
     "_tokens",
     "_state",

@@ -9,8 +9,8 @@ from support_paths import PROJECT
 
 KVTIER = PROJECT / "kvtier"
 ABOVE_THE_CORE = {"tools", "engines"}
-ROOMS_MAX, ARROWS_MAX = 20, 80
-CORE_ROOMS_MAX, CORE_ARROWS_MAX = 17, 56
+ROOMS_MAX, ARROWS_MAX = 21, 90
+CORE_ROOMS_MAX, CORE_ARROWS_MAX = 19, 62
 ROOM_SHARE_MAX = 0.25
 """Of the wheel's lines."""
 

@@ -69,7 +69,7 @@ async def test_an_interruption_before_the_loop_is_reached_leaves_no_coroutine(ca
     said: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", said.append)
     async with as_it_was():
-        stack, _ = engine_stack(Engine(PLAIN, 16), 8, {"type": "memory"}, tier_close_seconds=1.0)
+        stack, _ = engine_stack(EngineStack, Engine(PLAIN, 16), 8, {"type": "memory"}, tier_close_seconds=1.0)
         if call != "open":
             stack.open()
         began = time.monotonic()
@@ -88,7 +88,7 @@ async def test_an_interruption_before_the_loop_is_reached_leaves_no_coroutine(ca
 @pytest.mark.parametrize("call", ["open", "reset", "close", "wait"])
 async def test_an_interruption_of_a_call_that_waits_ends_it(call, error, alarm, monkeypatch):
     async with as_it_was():
-        stack, tiers = engine_stack(Engine(PLAIN, 16), 8, {"type": "memory"}, tier_close_seconds=1.0)
+        stack, tiers = engine_stack(EngineStack, Engine(PLAIN, 16), 8, {"type": "memory"}, tier_close_seconds=1.0)
         waits = {"open": "open", "reset": "reset", "close": "close"}.get(call)
         if call != "open":
             stack.open()
@@ -112,12 +112,12 @@ async def slow(*_: Any) -> None:
 def test_ctrl_c_between_two_steps_ends_in_a_clean_close(tmp_path):
     """What is in rows alone reaches the disk, and the thread ends."""
     engine, names = Engine(PLAIN, 32), keys(8)
-    stack, _ = engine_stack(engine, 16, fs(tmp_path / "r", write_policy="on_evict"))
+    stack, _ = engine_stack(EngineStack, engine, 16, fs(tmp_path / "r", write_policy="on_evict"))
     with pytest.raises(KeyboardInterrupt), stack:  # noqa: PT012
         assert store_blocks(stack, engine, whole(names)) == ["stored"] * 8
         signal.raise_signal(signal.SIGINT)
     assert stack.close_report == CloseReport(0, 0)
-    again, _ = engine_stack(engine, 16, fs(tmp_path / "r", write_policy="on_evict"))
+    again, _ = engine_stack(EngineStack, engine, 16, fs(tmp_path / "r", write_policy="on_evict"))
     with again:
         assert again.locate(names) == ["fs"] * 8
 
@@ -158,7 +158,7 @@ def _raise_defect(_: Dispatcher) -> None:
 def test_a_step_that_is_interrupted_ends_its_jobs_and_serves_nothing_wrong(name, monkeypatch):
     """The state is half changed then, so the stack serves nothing any more; the engine goes on."""
     engine = Engine(PLAIN, 32)
-    stack, _ = engine_stack(engine, 16)
+    stack, _ = engine_stack(EngineStack, engine, 16)
     with stack:
         assert store_blocks(stack, engine, whole(keys(8))) == ["stored"] * 8
         job = stack.job(LOAD, [whole(keys(8), 8)])

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support_arguments import Call, some_job, some_keys, wrong_calls
+from support_driver import ServedStack
 from support_protections_calls import without_checked_calls
 from support_stack import PLAIN, Engine, fs, parts_of, run_jobs, shared_fs, stack_file, whole
 
@@ -19,6 +20,8 @@ from kvtier.engines.engine_memory.memory import PagedMemory
 from kvtier.engines.engine_memory.options import EngineMemoryOptions, read_options
 from kvtier.engines.engine_memory.tier import BlockingTier
 from kvtier.engines.engine_memory.transfers import EngineTransfer
+from kvtier.engines.process_calls import ProcessCalls, ProcessRequest
+from kvtier.engines.process_stack import ProcessStack
 from kvtier.errors import KVTierError, UsageError
 from kvtier.stack import EngineStack, TierStack
 from kvtier.stack.core import EngineCalls
@@ -79,6 +82,7 @@ ENGINE_STACK: Good = {
     "reset": lambda: {"timeout_seconds": 5.0},
 }
 PLACING: Good = {**ADAPTERS, "place": lambda: {"job": some_job(JobKind.LOAD, next(JOBS)), "request": None}}
+PROCESS_STACK: Good = {**ENGINE_STACK, "request": lambda: {**BOTH["request"](), "time": None}}
 MEMORY: Good = {
     "find": lambda: {"keys": some_keys(), "seconds": 5.0},
     "store": lambda: {"keys": some_keys(), "places": range(4), "seconds": 5.0},
@@ -98,13 +102,14 @@ def stack_of(engine: Engine, tmp_path: Any) -> Any:
 
 
 def wrong_calls_of(
-    stack: TierStack | EngineStack, kind: type, good: Good, engine: type, adapters: Good
+    stack: Any, kind: type, good: Good, engine: type, adapters: Good
 ) -> Iterator[tuple[Callable[[], object], Call]]:
     """The wrong calls of a stack, of a request of it, and of its face for adapters, with what gives that face."""
-    skipped = {*LIFE, "hold_back", *({"step"} if kind is EngineStack else {"reset"})}
+    skipped = {*LIFE, "hold_back", *({"reset"} if kind is TierStack else {"step"})}
+    request = ProcessRequest if kind is ProcessStack else StackRequest
     for face, calls in (
         (lambda: stack, wrong_calls(kind, good, skipped)),
-        (lambda: stack.request("r"), wrong_calls(StackRequest, REQUEST, skipped)),
+        (lambda: stack.request("r"), wrong_calls(request, REQUEST, skipped)),
         (lambda: stack.engine, wrong_calls(engine, adapters, skipped)),
     ):
         for call in calls:
@@ -145,11 +150,18 @@ async def test_a_tier_stack_takes_no_harm_from_any_argument(tmp_path):
         assert not engine.wrong(whole(OURS, 8))
 
 
-def test_an_engine_stack_takes_no_harm_from_any_argument(tmp_path):
+CALLED = {
+    "embedded": (EngineStack, EngineStack, ENGINE_STACK, PlacingCalls, PLACING),
+    "process": (ServedStack, ProcessStack, PROCESS_STACK, ProcessCalls, ADAPTERS),
+}
+
+
+@pytest.mark.parametrize(("made", "kind", "good", "adapters", "of_adapters"), CALLED.values(), ids=CALLED)
+def test_an_engine_stack_takes_no_harm_from_any_argument(tmp_path, made, kind, good, adapters, of_adapters):
     engine = Engine(PLAIN, 64)
-    with EngineStack(stack_of(engine, tmp_path)) as stack:
-        refused = 0
-        for face, call in wrong_calls_of(stack, EngineStack, ENGINE_STACK, PlacingCalls, PLACING):
+    with made(stack_of(engine, tmp_path)) as stack:
+        refused = calls = 0
+        for face, call in wrong_calls_of(stack, kind, good, adapters, of_adapters):
             if waits_long(call):
                 continue
             try:
@@ -159,7 +171,10 @@ def test_an_engine_stack_takes_no_harm_from_any_argument(tmp_path):
                 refused += 1
             except BaseException as error:
                 raise AssertionError(f"{call} raised {error!r}") from error
-            assert stack.stats().errors == 0, call
+            calls += 1
+            if kind is EngineStack or not calls % 50:
+                assert stack.stats().errors == 0, call
+            assert kind is EngineStack or stack._client.core.connected, call
         assert refused > 1000
         stack.check_integrity()
         engine.compute(whole(OURS))

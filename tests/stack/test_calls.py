@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from support_driver import both_drivers, presence
 from support_stack import HYBRID, PLAIN, Engine, keys, parts_of, running, stack_file, statuses, whole
 
 from kvtier.errors import UsageError
-from kvtier.stack import EngineStack
 from kvtier.tier.contract import LookupResult
 from kvtier.types.jobs import JobKind
 from kvtier.types.keys import RequestId
@@ -105,11 +105,12 @@ async def test_a_timeout_of_a_call_is_its_jobs_deadline():
         assert set(statuses(result)) <= {"late", "dropped:no_row"}
 
 
-def test_an_engines_stack_takes_keys_too():
+@both_drivers
+def test_an_engines_stack_takes_keys_too(face):
     engine = Engine(PLAIN, 16)
     names = keys(3)
     engine.compute(whole(names))
-    with EngineStack(parts_of(stack_file(PLAIN, 8), engine)) as stack:
+    with face(parts_of(stack_file(PLAIN, 8), engine)) as stack:
         ended = {}
 
         def run(job_id):
@@ -119,9 +120,13 @@ def test_an_engines_stack_takes_keys_too():
             return ended[job_id]
 
         assert run(stack.submit_store(names, gpu_blocks=[0, 1, 2])).ok
-        assert stack.lookup(names) == [LookupResult.HIT] * 3
+        assert presence(stack, names) == [LookupResult.HIT] * 3
         request = stack.request(RequestId("r"))
-        assert request.reserve(names).served
+        reservation = request.reserve(names)
+        while not reservation.served:
+            stack.wait(1.0)
+            stack.step()
+        assert reservation.hits() == [True] * 3
         assert run(stack.submit_load(names, request, gpu_blocks=[5, 6, 7])).ok
         assert run(stack.submit_load(groups=[(names[:1], [9])])).ok
     assert not engine.wrong(whole(names, 5))

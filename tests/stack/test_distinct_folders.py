@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
+from support_driver import Face, ServedStack, both_drivers
 from support_stack import PLAIN, Engine, fs, parts_of, shared_fs, stack_file
 from support_tools import refusal, tool
 
@@ -69,6 +71,8 @@ def test_check_and_opening_name_both_keys(place: Path, case):
     with pytest.raises(ConfigError) as raised:
         EngineStack(parts_of(config, Engine(PLAIN, 8))).open()
     assert f"error: {raised.value}" == line
+    with pytest.raises(ConfigError, match=re.escape(line.removeprefix("error: "))):
+        ServedStack(parts_of(config, Engine(PLAIN, 8))).open()
     assert sorted(place.rglob("*")) == before
 
 
@@ -79,13 +83,14 @@ def test_without_a_look_at_the_machine_paths_are_compared(place: Path):
     assert tool("check", by_link, "--no-probe", *PAGES).exit_code == 0
 
 
-def test_a_folder_inside_another_and_one_beside_it_are_distinct(place: Path):
+@both_drivers
+def test_a_folder_inside_another_and_one_beside_it_are_distinct(face: type[Face], place: Path):
     (place / DISK).mkdir(mode=0o700, exist_ok=True)
     tiers = fs(Path(DISK), name="a"), shared_fs(Path(DISK) / "inner"), fs(Path("disk-0"), name="b")
     assert tool("check", written(place, *tiers), *PAGES).exit_code == 0
     for _ in range(2):
         config = stack_file(PLAIN, 8, *(placed(place, tier) for tier in tiers))
-        with EngineStack(parts_of(config, Engine(PLAIN, 8))) as stack:
+        with face(parts_of(config, Engine(PLAIN, 8))) as stack:
             assert [tier.breaker for tier in stack.stats().tiers.values()] == ["closed"] * 4
 
 

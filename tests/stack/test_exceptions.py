@@ -78,7 +78,9 @@ async def test_every_job_ends_when_one_step_raises(owner, name, monkeypatch, cap
 @pytest.mark.parametrize(("owner", "name"), STEPS)
 def test_every_job_of_an_engine_ends_when_one_step_raises(owner, name, monkeypatch):
     engine = Engine(PLAIN, 64)
-    stack, _ = engine_stack(engine, 32, {"type": "memory"}, load_timeout_seconds=3.0, store_timeout_seconds=3.0)
+    stack, _ = engine_stack(
+        EngineStack, engine, 32, {"type": "memory"}, load_timeout_seconds=3.0, store_timeout_seconds=3.0
+    )
     with stack:
         first = stack.job(STORE, [whole(keys(8))])
         engine.compute(whole(keys(8)))
@@ -110,7 +112,7 @@ async def test_a_job_that_the_control_plane_lost_ends_after_its_deadline(monkeyp
 
 def test_a_job_that_the_control_plane_of_an_engine_lost_ends_after_its_deadline(monkeypatch):
     engine = Engine(PLAIN, 64)
-    stack, _ = engine_stack(engine, 32)
+    stack, _ = engine_stack(EngineStack, engine, 32)
     with stack:
         engine.compute(whole(keys(4)))
         first = stack.job(STORE, [whole(keys(4))])

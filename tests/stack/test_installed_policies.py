@@ -12,7 +12,7 @@ import torch
 from support_backends import add_distribution
 from support_following import FollowingLRU, Notes
 
-from kvtier.config import open_engine_stack, parse_stack
+from kvtier.config import parse_stack, stack_parts
 from kvtier.errors import ConfigError
 from kvtier.policy import POLICIES, RequestPolicy
 from kvtier.policy.arc import ARC
@@ -103,7 +103,8 @@ def test_a_stack_file_with_an_unknown_policy_is_refused_with_the_path_of_the_key
 
 def following_stack(tensor: torch.Tensor, rows: int = 8) -> EngineStack:
     text = f"tiers: [{{type: gpu}}, {{type: cpu, cpu_bytes_to_use: {rows * PAGE}, policy: following}}]"
-    return open_engine_stack(parse_stack(text), KVLayout.of_pages(PAGE, block_size=16), [tensor], model="m")
+    layout = KVLayout.of_pages(PAGE, block_size=16)
+    return EngineStack(stack_parts(parse_stack(text), layout, [tensor], model="m"))
 
 
 def names(*numbers: int) -> list[OffloadKey]:

@@ -20,7 +20,7 @@ from support_logs import complaints
 
 from faults.machine import warm
 from kvtier.cli import main
-from kvtier.config import open_engine_stack, open_stack, parse_stack
+from kvtier.config import open_stack, parse_stack, stack_parts
 from kvtier.config.load import StackConfig
 from kvtier.policy.reuse.prediction.classes import NUM_BUCKETS, NUM_CLASSES, USES
 from kvtier.policy.reuse.prediction.model import ReuseModel
@@ -42,7 +42,7 @@ def config(root: Path, state_dir: str = "") -> StackConfig:
 
 
 def engine(stack: StackConfig) -> EngineStack:
-    return open_engine_stack(stack, LAYOUT, [torch.zeros((4, PAGE), dtype=torch.uint8)], model="m")
+    return EngineStack(stack_parts(stack, LAYOUT, [torch.zeros((4, PAGE), dtype=torch.uint8)], model="m"))
 
 
 def model(stack: EngineStack | TierStack) -> ReuseModel:

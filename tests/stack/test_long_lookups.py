@@ -7,10 +7,11 @@ import sys
 from types import FrameType
 
 import pytest
+from support_driver import both_drivers
 from support_stack import PLAIN, Engine, keys, parts_of, stack_file, until
 from support_stack_tiers import SharedTier, backends
 
-from kvtier.stack import EngineStack, TierStack
+from kvtier.stack import TierStack
 from kvtier.tier.contract import LookupResult
 
 BLOCKS = 62_500
@@ -66,11 +67,12 @@ async def test_a_prompt_of_few_blocks_is_asked_for_whole_so_holes_are_known():
     assert tier.asked == [names]
 
 
-def test_an_engine_that_looks_up_step_by_step_finds_the_same():
+@both_drivers
+def test_an_engine_that_looks_up_step_by_step_finds_the_same(face):
     parts, tier = over_shared(Engine(PLAIN, 16), lookup_timeout_seconds=30.0)
     names = keys(BLOCKS)
     holds(tier, names[:20_000])
-    with EngineStack(parts) as stack:
+    with face(parts) as stack:
         found = stack.lookup(names)
         while RETRY in found:
             stack.step()

@@ -21,7 +21,7 @@ from support_paths import SUPPORT
 
 from faults.machine import warm
 from kvtier.cli import main
-from kvtier.config import open_engine_stack, open_stack, parse_stack
+from kvtier.config import open_stack, parse_stack, stack_parts
 from kvtier.config.load import StackConfig
 from kvtier.policy import POLICIES, RequestModels
 from kvtier.policy.base import MODEL_BYTES_MAX
@@ -50,7 +50,7 @@ def config(root: Path, kind: str = "fs", state_dir: str = "") -> StackConfig:
 
 
 def engine(stack: StackConfig) -> EngineStack:
-    return open_engine_stack(stack, LAYOUT, [torch.zeros((4, PAGE), dtype=torch.uint8)], model="m")
+    return EngineStack(stack_parts(stack, LAYOUT, [torch.zeros((4, PAGE), dtype=torch.uint8)], model="m"))
 
 
 def model(stack: EngineStack) -> Notes:

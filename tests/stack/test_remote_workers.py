@@ -23,7 +23,7 @@ from support_paths import SUPPORT
 from faults.machine import warm
 from kvtier.errors import ConfigError, KVTierError, ResourceError, UsageError
 from kvtier.stack.workers import protocol
-from kvtier.stack.workers.remote_worker import WorkerLink, WorkerLinkOptions, serve_worker
+from kvtier.stack.workers.remote_worker import RemoteWorker, WorkerLinkOptions, serve_worker
 from kvtier.tier.contract import LoadStore, Opened, TierContext
 from kvtier.types.arrays import int_array
 from kvtier.types.gpu_runs import GPURuns
@@ -47,10 +47,10 @@ NUM_ROWS = 12
 SMALL = job(transfer(0, GPURuns.whole([3, 1, 4, 0], 4), [2]))
 
 
-def linked(index: int = 0) -> tuple[WorkerLink, socket.socket]:
+def linked(index: int = 0) -> tuple[RemoteWorker, socket.socket]:
     """A link and the far end of its connection."""
     near, far = socket.socketpair()
-    return WorkerLink(WorkerLinkOptions(open_timeout_seconds=20, close_timeout_seconds=5), near), far
+    return RemoteWorker(WorkerLinkOptions(open_timeout_seconds=20, close_timeout_seconds=5), near), far
 
 
 class GatedStore(LoadStore):
@@ -87,7 +87,7 @@ class GatedStore(LoadStore):
 
 
 @contextlib.asynccontextmanager
-async def in_process(store: LoadStore) -> AsyncIterator[tuple[WorkerLink, asyncio.Task[None]]]:
+async def in_process(store: LoadStore) -> AsyncIterator[tuple[RemoteWorker, asyncio.Task[None]]]:
     """A link to a `serve_worker` in this very loop."""
     rows = MmapRows(TWO_WORKERS, NUM_ROWS)
     link, far = linked()
@@ -126,7 +126,7 @@ def runs_for(seed: int) -> tuple[TransferJob, TransferJob, TransferJob]:
 
 
 @contextlib.contextmanager
-def worker_processes(file: int) -> AsyncIterator[list[tuple[WorkerLink, subprocess.Popen]]]:
+def worker_processes(file: int) -> AsyncIterator[list[tuple[RemoteWorker, subprocess.Popen]]]:
     started = []
     for index in range(TWO_WORKERS.world_size):
         link, far = linked(index)
@@ -165,7 +165,7 @@ async def test_two_worker_processes_move_exactly_their_slices_and_one_may_die(tm
         rows.close()
 
 
-async def check_bytes(links: Sequence[WorkerLink], rows: MmapRows) -> None:
+async def check_bytes(links: Sequence[RemoteWorker], rows: MmapRows) -> None:
     """Three jobs on both workers at once, against the same jobs done page by page here."""
     want = rows.view.copy()
     twins = [make_worker(TWO_WORKERS, NUM_BLOCKS, "strided", np.random.default_rng(i)) for i in range(2)]
@@ -308,7 +308,7 @@ async def test_opening_towards_a_dead_or_silent_worker_is_a_typed_error() -> Non
         await link.open(mine)
     await link.close()
     near, far = socket.socketpair()
-    link = WorkerLink(WorkerLinkOptions(open_timeout_seconds=0.01), near)
+    link = RemoteWorker(WorkerLinkOptions(open_timeout_seconds=0.01), near)
     with pytest.raises(ResourceError, match="TimeoutError"):
         await link.open(mine)
     far.close()
@@ -321,8 +321,8 @@ async def test_opening_towards_a_dead_or_silent_worker_is_a_typed_error() -> Non
         protocol._HEADER.pack(protocol.MAGIC, protocol.VERSION, 2**32 - 1),
         protocol._HEADER.pack(protocol.MAGIC, protocol.VERSION + 1, 0),
         protocol._HEADER.pack(protocol.MAGIC, protocol.VERSION, 5) + b"short",
-        protocol.encode(protocol.Answer.of(1, JobResult(JobId(1), ()))),
-        protocol.encode(protocol.Welcome(capacity_bytes=1, mode="again")),
+        protocol.encode(protocol.WorkerAnswer.of(1, JobResult(JobId(1), ()))),
+        protocol.encode(protocol.WorkerWelcome(capacity_bytes=1, mode="again")),
     ],
     ids=["foreign", "too_long", "other_version", "cut_short", "other_shape", "other_type"],
 )
@@ -330,12 +330,12 @@ async def test_nonsense_from_a_worker_fails_its_jobs_and_late_answers_are_ignore
     rows = MmapRows(TWO_WORKERS, NUM_ROWS)
     link, far = linked()
     reader, writer = await asyncio.open_connection(sock=far)
-    writer.write(protocol.encode(protocol.Welcome(capacity_bytes=1, mode="by hand")))
+    writer.write(protocol.encode(protocol.WorkerWelcome(capacity_bytes=1, mode="by hand")))
     await link.open(context(TWO_WORKERS, [], rows))
     call = asyncio.create_task(link.load(SMALL))
-    assert (await protocol.read_message(reader, protocol.Hello)).num_rows == NUM_ROWS
+    assert (await protocol.read_message(reader, protocol.WorkerHello)).num_rows == NUM_ROWS
     assert (await protocol.read_message(reader, protocol.Call)).method is JobKind.LOAD
-    writer.write(protocol.encode(protocol.Answer.of(1234, JobResult.uniform(SMALL, LOADED))))
+    writer.write(protocol.encode(protocol.WorkerAnswer.of(1234, JobResult.uniform(SMALL, LOADED))))
     await turns()
     assert (link.late_answers, call.done()) == (1, False)
     writer.write(answer)
@@ -365,7 +365,7 @@ BODY_AT = protocol._HEADER.size
 def test_results_survive_the_wire(outcomes: list[list[BlockOutcome]], moved: int, seconds: float) -> None:
     result = JobResult(JobId(-3), tuple(tuple(group) for group in outcomes), moved, seconds)
     groups = tuple(GPUGroup(0, (b"",) * len(group), GPURuns.whole([])) for group in outcomes)
-    answer = protocol.decode(protocol.Answer, protocol.encode(protocol.Answer.of(7, result))[BODY_AT:])
+    answer = protocol.decode(protocol.WorkerAnswer, protocol.encode(protocol.WorkerAnswer.of(7, result))[BODY_AT:])
     back = answer.result(TransferJob(JobId(-3), JobKind.LOAD, groups))
     assert (answer.sequence, back.job_id, back.outcomes) == (7, -3, result.outcomes)
     assert (back.bytes_moved, back.seconds) == (moved, seconds)
@@ -374,7 +374,7 @@ def test_results_survive_the_wire(outcomes: list[list[BlockOutcome]], moved: int
 @given(st.binary(max_size=200), st.integers(0, 400), st.booleans())
 def test_a_mangled_frame_is_refused_or_decodes_but_never_crashes(noise: bytes, at: int, cut: bool) -> None:
     call = protocol.encode(protocol.Call.of(1, JobKind.LOAD, SMALL))[BODY_AT:]
-    answer = protocol.encode(protocol.Answer.of(1, JobResult.uniform(SMALL, LOADED)))[BODY_AT:]
+    answer = protocol.encode(protocol.WorkerAnswer.of(1, JobResult.uniform(SMALL, LOADED)))[BODY_AT:]
 
     def mangled(body: bytes) -> bytes:
         return body[:at] + noise + (b"" if cut else body[at + len(noise) :])
@@ -382,7 +382,7 @@ def test_a_mangled_frame_is_refused_or_decodes_but_never_crashes(noise: bytes, a
     with contextlib.suppress(KVTierError):
         protocol.decode(protocol.Call, mangled(call)).job()
     with contextlib.suppress(KVTierError):
-        protocol.decode(protocol.Answer, mangled(answer)).result(SMALL)
+        protocol.decode(protocol.WorkerAnswer, mangled(answer)).result(SMALL)
 
 
 @given(st.lists(st.binary(max_size=40), min_size=6, max_size=6), st.integers())
@@ -394,11 +394,11 @@ def test_arrays_that_contradict_each_other_are_refused(arrays: list[bytes], grou
 
 @pytest.mark.parametrize("length", [0, -1, 2**60])
 def test_an_answer_for_more_or_fewer_blocks_is_refused_before_its_outcomes_are_made(length: int) -> None:
-    answer = protocol.Answer.of(1, JobResult.uniform(SMALL, LOADED))
+    answer = protocol.WorkerAnswer.of(1, JobResult.uniform(SMALL, LOADED))
     runs = [[(length, LOADED), (1 - length, LOADED)]]
     body = protocol.encode(answer.model_copy(update={"outcomes": runs}))[BODY_AT:]
     with pytest.raises(UsageError):
-        protocol.decode(protocol.Answer, body).result(SMALL)
+        protocol.decode(protocol.WorkerAnswer, body).result(SMALL)
 
 
 def test_a_job_over_the_bound_is_refused_before_it_is_sent() -> None:

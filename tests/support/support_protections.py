@@ -76,15 +76,15 @@ def without_place(monkeypatch: pytest.MonkeyPatch) -> None:
 def without_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks from before a reset count as well, when a root is opened and when a block is loaded."""
     _verify_without(monkeypatch, "epoch")
-    counts = layout.Session.counts
+    counts = layout.RootSession.counts
 
-    def counts_in_any_epoch(self: layout.Session, header: block_envelope.SlotHeader) -> bool:
+    def counts_in_any_epoch(self: layout.RootSession, header: block_envelope.SlotHeader) -> bool:
         return counts(self, header._replace(epoch=self.epoch))
 
     def number_of(self: slot_map.SlotMap, namespace: bytes, epoch: int) -> int:
         return self._numbers.get(namespace, slot_map.NO_OWNER)
 
-    monkeypatch.setattr(layout.Session, "counts", counts_in_any_epoch)
+    monkeypatch.setattr(layout.RootSession, "counts", counts_in_any_epoch)
     monkeypatch.setattr(slot_map.SlotMap, "number_of", number_of)
 
 

@@ -24,7 +24,7 @@ from faults.machine import warm
 from kvtier.config import build_tiers, parse_stack, stack_parts
 from kvtier.stack import TierStack
 from kvtier.stack.assembly import resolve_alignment
-from kvtier.stack.workers.remote_worker import WorkerLink, WorkerLinkOptions, serve_worker
+from kvtier.stack.workers.remote_worker import RemoteWorker, WorkerLinkOptions, serve_worker
 from kvtier.tier.contract import TierContext
 from kvtier.types.geometry import Geometry, GroupKind, GroupLayout, KVLayout, TensorRef
 from kvtier.types.jobs import GPUGroup, JobKind
@@ -110,7 +110,7 @@ def start_worker(number: int, stack: str, engine_id: str) -> tuple[Process, sock
 
 def parts_of(text: str, engine_id: str, socks: Sequence[socket.socket]):
     """The coordinator's side: no tensors, a link for each worker."""
-    links = [WorkerLink(WorkerLinkOptions(), sock) for sock in socks]
+    links = [RemoteWorker(WorkerLinkOptions(), sock) for sock in socks]
     return replace(stack_parts(parse_stack(text), Namespace(LAYOUT, model="tp"), workers=links), engine_id=engine_id)
 
 

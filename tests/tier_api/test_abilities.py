@@ -11,6 +11,7 @@ from kvtier.testing.memory import MemoryOptions, MemoryTier, SharedMemoryTier
 from kvtier.tier import contract, registry
 from kvtier.tier.contract import (
     AnswersLookups,
+    AttachesRows,
     FencesCopies,
     HasWords,
     JoinsRows,
@@ -25,6 +26,7 @@ from kvtier.tier.registry import DryRuns, EmbedsServer, discover
 
 OF_INSTANCES = {
     AnswersLookups,
+    AttachesRows,
     FencesCopies,
     JoinsRows,
     ProbesAlignment,
@@ -38,7 +40,7 @@ OF_ROWS = {HasWords, SharedRows}
 """What the rows of a tier may have besides, not the tier."""
 EXPECTED = {
     "gpu": {FencesCopies},
-    "cpu": {ProvidesRows, JoinsRows},
+    "cpu": {AttachesRows, ProvidesRows, JoinsRows},
     "fs": {ProbesAlignment, Resettable, DryRuns},
     "shared_fs": {AnswersLookups, ProbesAlignment, Resettable, StatesEpoch, DryRuns},
     "valkey": {AnswersLookups, Resettable, StatesEpoch, DryRuns, EmbedsServer},

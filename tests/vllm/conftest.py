@@ -6,12 +6,17 @@ from __future__ import annotations
 import importlib.util
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from engines import KINDS, SEED, Answer, engine, make_model, prompts
+
+if TYPE_CHECKING:
+    from support_fake_drivers import Drivers
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 UNITS = [
@@ -22,6 +27,7 @@ UNITS = [
         "test_device.py",
         "test_engine_config.py",
         "test_identity_protections.py",
+        "test_idle_engines.py",
         "test_junctions.py",
         "test_model_code.py",
         "test_model_weights.py",
@@ -74,6 +80,16 @@ def plain(models, tmp_path_factory) -> dict[str, Answer]:
             found[kind] = vllm.generate(prompts(SEED))
         assert len({tuple(tokens) for tokens in found[kind].tokens}) == 24, "the model must tell prompts apart"
     return found
+
+
+@pytest.fixture(params=["embedded", "process"])
+def driver(request: pytest.FixtureRequest, short_folder: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Drivers]:
+    """Both drivers for the `FakeEngine`s of a test."""
+    from support_fake_drivers import make_drivers  # which imports vLLM
+
+    drivers = make_drivers(request.param, short_folder, monkeypatch)
+    yield drivers
+    drivers.stop()
 
 
 @pytest.fixture

@@ -46,6 +46,8 @@ PAGE = 4096
 AS_0_33 = hasattr(OffloadingManager, "on_reset_flushed")
 """The installed release ends a step after its stores, and says when the copies from before a reset have ended."""
 BATCHES_IN_FLIGHT = 2
+DRIVER: dict[str, str] = {}
+"""The key of `kv_connector_extra_config` for the driver of a test; see the fixture `driver`."""
 
 
 def offloading_config(stack: dict[str, Any], **changes: Any) -> OffloadingConfig:
@@ -56,7 +58,7 @@ def offloading_config(stack: dict[str, Any], **changes: Any) -> OffloadingConfig
         groups=tuple(OffloadingGroupConfig(16, (f"layer.{group}",), group) for group in group_ids),
         worker_kv_bytes_per_block=changes.pop("page_bytes", PAGE),
         enable_kv_cache_events=True,
-        extra_config={"spec_name": "KVTierSpec", "stack": stack, **changes.pop("extra", {})},
+        extra_config={"spec_name": "KVTierSpec", "stack": stack, **DRIVER, **changes.pop("extra", {})},
         engine_id=changes.pop("engine_id", uuid.uuid4().hex),
         model=OffloadingModelConfig(changes.pop("model", "fake"), "float32"),
         cache=OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=changes.pop("factor", 1)),
@@ -138,6 +140,8 @@ class Model(torch.nn.Linear):
 class FakeEngine:
     """See the module's docstring. `wrong` counts bytes that were loaded and are not what their key says.
 
+    A `patient` engine offers what is refused until it is taken; else it gives up by chance.
+
     `fills` is how many bytes of a block each group fills; all, unless that is given.
     """
 
@@ -178,6 +182,7 @@ class FakeEngine:
         self.next_job = 0
         self.finished: list[Request] = []
         self.counts: Counter[str] = Counter()
+        self.patient = False
         self.told = OffloadingConnectorStats()
         self.wrong = 0
 
@@ -315,7 +320,7 @@ class FakeEngine:
         answer = self.manager.prepare_store(offered, request.context) if offered else None
         if answer is None and offered:
             self.counts["store refused"] += 1
-            if self.random.random() < 0.8:
+            if self.patient or self.random.random() < 0.8:
                 return
         request.state = "storing"
         if answer is not None and answer.keys_to_store:

@@ -4,12 +4,14 @@ vLLM's own tracker of events."""
 from __future__ import annotations
 
 import hashlib
+import time
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 from fake_engine import AS_0_33, FakeEngine, Request
+from support_fake_drivers import Drivers
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import (
     OffloadingEventGroupSpec,
@@ -33,9 +35,11 @@ class Router:
         self.plain: defaultdict[str, set[Any]] = defaultdict(set)
         self.described: defaultdict[str, dict[Any, tuple[int, ...]]] = defaultdict(dict)
         self.owners: defaultdict[str, set[tuple[str | None, str | None]]] = defaultdict(set)
+        self.heard = 0
 
     def hear(self, events: Iterable[KVCacheEvent]) -> None:
         for event in events:
+            self.heard += 1
             match event:
                 case BlockStored(block_hashes=hashes, token_ids=tokens, medium=str(medium)):
                     self.counts[medium].update(hashes)
@@ -85,6 +89,25 @@ class PublishingEngine(FakeEngine):
     def step(self) -> None:
         super().step()
         self.publish()
+
+    def settle(self, driver: Drivers) -> None:
+        """Step until all is published that the stack has to say of its blocks. A stack process says it later."""
+        self.step()
+        if not driver.is_process:
+            return
+        pool, core, until = driver.stack_of(self), self.real._driver._core, time.monotonic() + 60.0
+        rounds = 0
+        while rounds < 2:
+            assert time.monotonic() < until
+            heard = self.router.heard
+            core.ask_stats()  # what it answers comes behind what it had to say
+            driver.eventually(self, lambda: not core.stats_pending)
+            quiet = driver.call(
+                self, lambda: pool.plane.idle and not any(each.events for each in pool.sessions.values())
+            )
+            self.step()
+            waits = not quiet or self.real._driver.has_pending_work or self.real._events.waiting
+            rounds = 0 if waits or self.router.heard > heard else rounds + 1
 
     def publish(self) -> None:
         self.router.hear(self.tracker.take_events(list(self.real.take_events())))

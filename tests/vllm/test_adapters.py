@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 from fake_engine import FakeEngine, offloading_config, stack
@@ -22,7 +21,7 @@ from kvtier.engines.digests import ContentDigests
 from kvtier.engines.vllm import adapters
 from kvtier.engines.vllm.adapters import AdapterKeys, content_in_keys
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("driver")]
 
 
 class Request(SimpleNamespace):
@@ -249,14 +248,17 @@ def test_what_is_not_storable_is_in_no_tier_and_nothing_waits(tmp_path, seed, mo
     """Also where the files change while the workers copy."""
     (tmp_path / "root").mkdir(mode=0o700)
     with FakeEngine(offloading_config(stack(tmp_path / "root", 100)), seed, num_blocks=256) as engine:
-        storable = {"offered": lambda _: False, "copied": Mock(side_effect=itertools.cycle([True, False]))}[when]
-        monkeypatch.setattr(engine.manager._adapters, "storable", storable)
+        while_offered = lambda _: when == "copied" and sys._getframe(1).f_code.co_name == "prepare_store"  # noqa: E731
+        monkeypatch.setattr(engine.manager._adapters, "storable", while_offered)
+        monkeypatch.setattr(engine.manager._adapters, "_used", True)
+        engine.patient = when == "copied"
         for _ in range(2):
             engine.add([1, 2, 3])
             engine.run()
         assert engine.counts["hit chunks"] == 0
         assert engine.counts["stored chunks"] == {"offered": 0, "copied": 6}[when]
         monkeypatch.setattr(engine.manager._adapters, "storable", lambda _: True)
+        engine.patient = True
         for _ in range(2):
             engine.add([1, 2, 3])
             engine.run()

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from fake_engine import PAGE, FakeEngine, offloading_config, stack
+from support_fake_drivers import Drivers
 from support_following import FollowingLRU
 from support_valkey import valkey_server
 from vllm.v1.kv_offload.base import CanonicalKVCaches, make_offload_key
@@ -20,12 +21,13 @@ from kvtier.engines.vllm.primary.served_requests import ServedRequest
 from kvtier.engines.vllm.settings import engine_plan
 from kvtier.errors import ConfigError
 from kvtier.policy import POLICIES
-from kvtier.stack import EngineStack
+from kvtier.service.pool import Pool
+from kvtier.stack import EngineStack, StackStats
 from kvtier.tier.contract import Opened, TierContext
 from kvtier_remote import ValkeyBackend
 from kvtier_remote.valkey.transport import ValkeyTransport
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("driver")]
 
 
 def words(rng: random.Random, prefixes: int = 3) -> list[int]:
@@ -65,8 +67,10 @@ def test_every_loaded_byte_is_its_keys_and_every_request_ends(root, seed, shape,
 @pytest.mark.parametrize("delay_seconds", [0.0, 0.01])
 def test_a_reset_with_two_batches_in_flight_lets_no_old_copy_into_a_new_row(root, seed, monkeypatch, delay_seconds):
     """How many of the random prompts are hits depends on the stack's speed. What is stored at rest always is one."""
-    deliver = EngineStack._deliver
-    monkeypatch.setattr(EngineStack, "_deliver", lambda *given: (time.sleep(delay_seconds), deliver(*given)))
+    for kind in (EngineStack, Pool):
+        deliver = kind._deliver
+        late = lambda *given, deliver=deliver: (time.sleep(delay_seconds), deliver(*given))  # noqa: E731
+        monkeypatch.setattr(kind, "_deliver", late)
     rng = random.Random(seed)
     with FakeEngine(offloading_config(stack(root, 10)), seed, num_blocks=256) as engine:
         for round_number in range(40):
@@ -96,6 +100,15 @@ def test_nothing_from_before_a_reset_is_a_hit_also_after_a_restart(root, seed):
         assert_hits(engine, prompt, 4)  # stored again after the reset
 
 
+def at_rest(driver: Drivers, engine: FakeEngine) -> StackStats:
+    """The figures once nothing is on its way to the disk."""
+    until = time.monotonic() + 60.0
+    while (stats := driver.stats(engine)).backlog or stats.tiers["cpu"].slots["filling"]:
+        assert time.monotonic() < until
+        time.sleep(0.005)
+    return stats
+
+
 def assert_stored_and_served(engine: FakeEngine, prompt: list[int]) -> None:
     """At rest every row can be had: a new prompt is stored whole, and its bytes are loaded again."""
     checked = engine.counts["pages checked"]
@@ -105,8 +118,10 @@ def assert_stored_and_served(engine: FakeEngine, prompt: list[int]) -> None:
 
 
 def assert_hits(engine: FakeEngine, prompt: list[int], expected: int) -> None:
+    engine.patient = True
     request = engine.add(prompt)
     engine.run()
+    engine.patient = False
     assert request.hit == expected
     assert engine.wrong == 0
 
@@ -121,7 +136,7 @@ def test_a_restart_hits_from_disk(root, seed):
 
 @pytest.mark.parametrize("factor", [1, 3])
 @pytest.mark.parametrize("workers", [1, 2])
-def test_each_group_stores_what_it_fills_of_a_block_and_nothing_else(root, seed, workers, factor):
+def test_each_group_stores_what_it_fills_of_a_block_and_nothing_else(driver, root, seed, workers, factor):
     """On the disk: its own bytes, in whole pages, behind a header. In memory every row is as long as the longest."""
     fills, block_bytes = [8 * PAGE, 2 * PAGE, 3 * PAGE - 64], 8 * PAGE
     shape = {"group_ids": (0, 1, 2), "page_bytes": block_bytes, "world_size": workers, "factor": factor}
@@ -132,9 +147,9 @@ def test_each_group_stores_what_it_fills_of_a_block_and_nothing_else(root, seed,
         with FakeEngine(config, seed, num_blocks=512, fills=fills) as engine:
             for prompt in prompts:
                 assert_hits(engine, [*prompt, *([99] if hit else [])], hit)
-            tier = engine.manager._stack.stats().tiers["fs"]
             if hit:
                 continue
+            tier = at_rest(driver, engine).tiers["fs"]
             assert tier.stored == len(prompts) * 4 * len(fills)
             payload = sum(fills) * workers * factor * len(prompts) * 4
             aligned = sum(-(-filled * workers * factor // PAGE) * PAGE for filled in fills) * len(prompts) * 4
@@ -168,10 +183,15 @@ def test_a_prefix_longer_than_the_cpu_tier_is_truncated_to_what_fits(root, seed)
 
 def test_events_say_what_became_reachable_and_what_ceased_to_be(root, seed):
     with FakeEngine(offloading_config(stack(root, 6)), seed, num_blocks=128) as engine:
+        engine.patient = True
         for number in range(6):
             engine.add([number, number + 1, number + 2])
             engine.run()
-        events = list(engine.manager.take_events())
+        events, until = list(engine.manager.take_events()), time.monotonic() + 20.0
+        while sum(len(event.keys) for event in events if event.medium.value == "STORAGE") < 18:
+            assert time.monotonic() < until, "all 18 blocks are stored and reach the disk"
+            engine.step()
+            events += engine.manager.take_events()
     told = {(event.medium.value, event.removed) for event in events}
     assert {("CPU", False), ("CPU", True), ("STORAGE", False)} <= told
     assert sum(len(event.keys) for event in events if event.medium.value == "STORAGE") == 18
@@ -197,13 +217,14 @@ def under_executor(monkeypatch, executor: object) -> None:
     ],
 )
 def test_only_a_worker_that_surely_is_in_the_schedulers_process_gets_private_rows(
-    root, seed, monkeypatch, executor, workers, cpu, expected
+    driver, root, seed, monkeypatch, executor, workers, cpu, expected
 ):
     under_executor(monkeypatch, executor)
     described = stack(root, 40, row_bytes=PAGE * workers)
     described["tiers"][0] |= {"huge_pages": True, **cpu}
     with FakeEngine(offloading_config(described, world_size=workers), seed) as engine:
-        assert engine.manager._stack.stats().tiers["cpu"].mode.startswith(expected)
+        mode = "memfd" if driver.is_process else expected  # whoever runs the worker
+        assert driver.stats(engine).tiers["cpu"].mode.startswith(mode)
         assert_hits(engine, [1, 2, 3, 4], 0)
         assert_hits(engine, [1, 2, 3, 4, 5], 4)
 
@@ -251,11 +272,11 @@ def test_what_cannot_be_served_is_refused_by_name(root, config, named):
         KVTierSpec(offloading_config(stack(root, 8), **config))
 
 
-def test_each_data_parallel_engine_keeps_files_of_its_own(root):
+def test_each_data_parallel_engine_keeps_files_of_its_own_unless_they_share_a_stack_process(driver, root):
     record = {"folder": str(root / "traces"), "max_bytes": "64MiB"}
     paths = {"state_dir": str(root / "state"), "stats_socket": str(root / "stats")}
     config = stack(root, 8) | paths | {"record": record}
-    for engines, ends in ((1, [""]), (2, ["-0", "-1"])):
+    for engines, ends in ((1, [""]), (2, ["", ""] if driver.is_process else ["-0", "-1"])):
         for index, end in enumerate(ends):
             parallel = {"data_parallel_index": index, "data_parallel_size": engines}
             planned = engine_plan(offloading_config(config, parallel=parallel)).stack
@@ -300,7 +321,7 @@ def test_unknown_keys_of_a_request_are_looked_up_together(root, seed, monkeypatc
                 assert engine.wrong == 0
 
 
-def test_policies_that_follow_requests_are_given_prompts_and_output_lengths(root, seed, monkeypatch):
+def test_policies_that_follow_requests_are_given_prompts_and_output_lengths(driver, root, seed, monkeypatch):
     monkeypatch.setitem(POLICIES, "following", lambda: FollowingLRU)
     described = stack(root, 50)
     described["tiers"][0]["policy"] = "following"
@@ -310,16 +331,17 @@ def test_policies_that_follow_requests_are_given_prompts_and_output_lengths(root
         for number, request in enumerate(requests):
             request.context.set_state(ServedRequest(SimpleNamespace(num_output_tokens=100 + number), 0.0))
         engine.run()
-        (model,) = engine.manager._stack._assembled.plane.control.models
-    begun = {use.request_id: len(use.keys) for use in model.uses if use.group == 0}
+        model = driver.calls(engine, "end", len(requests))
+    begun = {driver.of_engine(use.request_id): len(use.keys) for use in model.uses if use.group == 0}
     assert begun == {request.context.req_id: len(request.keys[0]) for request in requests}
-    assert sorted(model.told("end")) == sorted(
-        (request.context.req_id, 100 + number) for number, request in enumerate(requests)
-    )
+    ended = [(driver.of_engine(name), tokens) for name, tokens in model.told("end")]
+    assert sorted(ended) == sorted((request.context.req_id, 100 + number) for number, request in enumerate(requests))
 
 
 @pytest.mark.parametrize("group_ids", [(0,), (1, 4)])
-def test_policies_that_follow_requests_are_given_the_blocks_of_the_output_once(root, seed, monkeypatch, group_ids):
+def test_policies_that_follow_requests_are_given_the_blocks_of_the_output_once(
+    driver, root, seed, monkeypatch, group_ids
+):
     monkeypatch.setitem(POLICIES, "following", lambda: FollowingLRU)
     described = stack(root, 50)
     described["tiers"][0]["policy"] = "following"
@@ -332,8 +354,8 @@ def test_policies_that_follow_requests_are_given_the_blocks_of_the_output_once(r
             for key in keys:
                 context.set_offload_key_position(key, (4 + number) * 16)
             manager.prepare_store([], context)
-        (model,) = manager._stack._assembled.plane.control.models
         names = [[manager._ids.to_kvtier(key) for key in keys] for keys in grown]
         engine.run()
+        model = driver.calls(engine, "extend", len(names) * len(group_ids))
     by_group = [(context.req_id, group, [keys[group]]) for keys in names for group in range(len(group_ids))]
-    assert model.told("extend") == by_group
+    assert [(driver.of_engine(name), *more) for name, *more in model.told("extend")] == by_group

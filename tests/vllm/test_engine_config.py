@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from fake_engine import FakeEngine, offloading_config, stack
+from support_fake_drivers import make_drivers
 from support_protections_engine import without_shares, without_the_question_for_continuation
 from vllm.config import CacheConfig, KVTransferConfig, ParallelConfig, SchedulerConfig, VllmConfig
 from vllm.platforms import CpuArchEnum, current_platform
@@ -102,13 +103,41 @@ def test_the_ranks_of_a_dense_model_have_a_share_each_and_no_folder_in_common(ro
     assert [options.roots[0] for options in fs] == ([str(root)] if size == 1 else [f"{root}-{i}" for i in range(size)])
 
 
-def test_two_ranks_serve_and_stay_within_one_capacity(tmp_path):
+def test_the_ranks_of_a_dense_model_have_one_stack_in_a_process_of_its_own(root):
+    plans = []
+    for index in range(3):
+        given = offloading_config(stack(root, 60), **named(launch(3, index)), extra={"driver": "process"})
+        plans.append(engine_plan(given))
+    assert len({plan.stack.model_dump_json() for plan in plans}) == 1, "they find the same process"
+    cpu, fs = plans[0].stack.tiers
+    assert (cpu.cpu_bytes_to_use, fs.capacity, fs.roots) == (60 * 4096, 32 << 20, [str(root)])
+
+
+def test_two_ranks_serve_and_stay_within_one_capacity(driver, tmp_path):
     root = tmp_path / "root"
     with dense(root, 2, 0) as one, dense(root, 2, 1) as two:
         for engine in (one, two):
             fill(engine)
             assert engine.wrong == 0
     assert CAPACITY // 2 < stored_bytes(tmp_path) <= CAPACITY
+    assert {path.name for path in tmp_path.iterdir()} == ({"root"} if driver.is_process else {"root-0", "root-1"})
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_root_of_the_embedded_driver_is_warm_for_a_stack_process(tmp_path, short_folder, monkeypatch, request, size):
+    """Also that of the only rank of a launch that stored something."""
+    root = tmp_path / "root"
+    with dense(root, size, 0) as engine:
+        engine.add([1, 2, 3])
+        engine.run()
+    assert {path.name for path in tmp_path.iterdir()} == {"root" if size == 1 else "root-0"}
+    drivers = make_drivers("process", short_folder, monkeypatch)
+    request.addfinalizer(drivers.stop)
+    for index in range(size):
+        with dense(root, size, index) as engine:
+            found = engine.add([1, 2, 3, 4])
+            engine.run()
+            assert (found.hit, engine.wrong) == (3 + index, 0)
 
 
 def test_without_shares_two_ranks_outgrow_the_capacity(tmp_path, monkeypatch):
@@ -124,6 +153,12 @@ def test_a_rank_whose_launch_is_hidden_is_refused_by_name(root):
     config = offloading_config(stack(root, 60), parallel={"data_parallel_index": 1})
     with pytest.raises(ConfigError, match=r"data_parallel_size.*hidden"):
         engine_plan(config)
+
+
+def test_a_rank_at_a_stack_process_needs_not_know_its_launch(root):
+    hidden = {"data_parallel_index": 1}
+    plan = engine_plan(offloading_config(stack(root, 60), parallel=hidden, extra={"driver": "process"}))
+    assert plan.stack.tiers[1].roots == [str(root)]
 
 
 def test_a_copy_of_the_configuration_for_a_draft_hides_nothing():
@@ -193,7 +228,7 @@ def repeat_hits(root: Path, config: VllmConfig) -> tuple[int, int]:
         return engine.counts["stored chunks"], engine.counts["hit chunks"]
 
 
-def test_where_it_cannot_continue_nothing_is_stored_or_a_hit_and_one_line_says_so(root, caplog):
+def test_where_it_cannot_continue_nothing_is_stored_or_a_hit_and_one_line_says_so(driver, root, caplog):
     assert repeat_hits(root, model_config(mla=True)) == (0, 0)
     assert caplog.messages.count(WHOLE_PROMPTS) == 1
     assert repeat_hits(root, model_config()) == (3, 3)
@@ -230,7 +265,7 @@ def test_a_line_at_start_names_the_connector_that_stores_the_ends_of_shared_pref
     assert list(start_lines(config, served(4096), keeps_blocks=False)) == [WHOLE_PROMPTS]
 
 
-def test_without_the_question_the_attention_is_given_what_it_cannot_continue(root, monkeypatch):
+def test_without_the_question_the_attention_is_given_what_it_cannot_continue(driver, root, monkeypatch):
     without_the_question_for_continuation(monkeypatch)
     assert repeat_hits(root, model_config(mla=True)) == (3, 3)
 

@@ -96,7 +96,7 @@ def test_a_budget_of_loads_within_a_step_is_a_number_of_bytes(root, budget):
         KVTierSpec(offloading_config(stack(root, 8), extra={"sync_load_budget_bytes": budget}))
 
 
-def test_loads_within_a_step_have_a_lane_and_are_refused_where_vllm_has_none(root):
+def test_loads_within_a_step_have_a_lane_and_are_refused_where_vllm_has_none(driver, root):
     KVTierSpec(offloading_config(stack(root, 8), extra={"sync_load_budget_bytes": 0}))
     within = offloading_config(stack(root, 8), extra={"sync_load_budget_bytes": 1 << 20})
     if not AS_0_33:
@@ -143,7 +143,7 @@ def test_a_load_within_the_step_waits_for_no_other_copy(root, seed, monkeypatch)
 
 
 @pytest.mark.skipif(not AS_0_33, reason="vLLM 0.32 asks for no such figures")
-def test_the_size_of_the_cpu_tier_is_told(root, seed):
+def test_the_size_of_the_cpu_tier_is_told(driver, root, seed):
     config = offloading_config(stack(root, 8))
     with FakeEngine(config, seed) as engine:
         (told,) = engine.manager.config_info()
@@ -160,12 +160,12 @@ def end_step(engine: FakeEngine, new: Sequence[Request] = ()) -> None:
 
 def arrival(engine: FakeEngine) -> None:
     """Wait until something is there to be recorded."""
-    while not engine.manager._stack._inbox:
-        engine.manager._stack.wait(1.0)
+    while not engine.manager._driver.stack._inbox:
+        engine.manager._driver.stack.wait(1.0)
 
 
 @pytest.mark.parametrize("as_0_33", [True, False])
-def test_whether_a_step_ends_before_its_stores_or_after_them_the_same_is_served(root, seed, as_0_33):
+def test_whether_a_step_ends_before_its_stores_or_after_them_the_same_is_served(driver, root, seed, as_0_33):
     expected = {(1, 2, 3, 4): 0, (1, 2, 3, 4, 5): 4, (6, 7): 0, (1, 2, 3, 4, 5, 8): 5, (6, 7, 9): 2}
     for prompt, hit in expected.items():  # expedited loads among them, which 0.33 waits for within the step
         with FakeEngine(offloading_config(stack(root, 6)), seed, as_0_33=as_0_33) as engine:
@@ -209,15 +209,16 @@ def test_a_store_gets_rows_that_became_clean_since_the_step_before(root, seed):
         manager.complete_store(second.keys[0], second.context)
 
 
-def test_rows_are_free_when_vllm_says_that_the_copies_from_before_a_reset_have_ended(root, seed, monkeypatch):
+def test_rows_are_free_when_vllm_says_that_the_copies_from_before_a_reset_have_ended(driver, root, seed, monkeypatch):
     monkeypatch.setattr(InflightCopies, "_has_ended", lambda *_: False)  # nothing is learnt from the workers' counts
     with FakeEngine(offloading_config(stack(root, 6)), seed, as_0_33=True) as engine:
+        engine.patient = True
         engine.add([1, 2, 3])
         engine.step()
         engine.reset()
-        assert engine.manager._copies.forgotten == 1
+        assert driver.is_process or engine.manager._driver.copies.forgotten == 1  # workers report stores themselves
         engine.run(60.0)
-        assert engine.manager._copies.forgotten == 0
+        assert driver.is_process or engine.manager._driver.copies.forgotten == 0
         engine.add([1, 2, 3, 4, 5, 6])  # every row is there again
         engine.run(60.0)
         again = engine.add([1, 2, 3, 4, 5, 6, 7])
@@ -225,7 +226,7 @@ def test_rows_are_free_when_vllm_says_that_the_copies_from_before_a_reset_have_e
         assert (again.hit, engine.wrong) == (6, 0)
 
 
-def test_waiting_for_a_copy_that_does_not_end_ends_with_an_error(root, seed, monkeypatch):
+def test_waiting_for_a_copy_that_does_not_end_ends_with_an_error(driver, root, seed, monkeypatch):
     async def stuck(job: object) -> None:
         await asyncio.Event().wait()
 
@@ -233,8 +234,22 @@ def test_waiting_for_a_copy_that_does_not_end_ends_with_an_error(root, seed, mon
     with FakeEngine(offloading_config(stack(root, 6)), seed) as engine:
         (gpu,) = engine.workers
         gpu._gpu.load = stuck
+        engine.patient = True  # a store that is given up has no copy
         engine.add([1, 2, 3])
         while not engine.running:
             engine.step()
         with pytest.raises(ResourceError, match="1 copies between GPU blocks and rows have not ended"):
             gpu.wait(set(engine.running))
+
+
+def test_only_a_stack_process_may_be_missing(root):
+    process = {"driver": "process"}
+    for extra, fault in (
+        ({"required": False}, "required: is of a stack in a process of its own"),
+        ({**process, "required": 0}, "required: must be true or false"),
+        ({"driver": "thread"}, "driver: must be one of embedded, process"),
+    ):
+        with pytest.raises(ConfigError, match=fault):
+            KVTierSpec(offloading_config(stack(root, 8), extra=extra))
+    for extra in ({}, {"required": True}, process, {**process, "required": False}):
+        KVTierSpec(offloading_config(stack(root, 8), extra=extra))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from fake_engine import PAGE, FakeEngine, Request, offloading_config, stack
+from support_fake_drivers import Drivers
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 from vllm.v1.kv_offload.base import ReqContext
 
@@ -17,7 +18,7 @@ from kvtier.engines.vllm.primary.served_requests import ServedRequest
 from kvtier.types.hints import Demote, HintResult, KVHint, Pin, Prefetch, Release, Retain
 from kvtier.types.requests import RequestInfo
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("driver")]
 ROWS = 40
 AGENT = list(range(1000, 1008))
 
@@ -40,9 +41,9 @@ def flood(engine: FakeEngine, first: int, rows: int) -> None:
         run(engine, [-number, *range(7)])
 
 
-def retained(engine: FakeEngine) -> dict[str, int]:
+def retained(driver: Drivers, engine: FakeEngine) -> dict[str, int]:
     """Bytes by tier, each within its quota."""
-    tiers = engine.manager._stack.stats().tiers
+    tiers = driver.stats(engine).tiers
     assert all(tier.retained_bytes <= tier.retained_bytes_max for tier in tiers.values())
     return {name: tier.retained_bytes for name, tier in tiers.items()}
 
@@ -53,41 +54,43 @@ def without_disk(config: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("below", [True, False])
 @pytest.mark.parametrize("hints", [hinted("retain", seconds=300.0), hinted("pin", seconds=300.0), None])
-def test_what_a_request_retains_survives_a_flood_of_four_times_the_rows_and_of_the_disk(root, seed, below, hints):
+def test_what_a_request_retains_survives_a_flood_of_four_times_the_rows_and_of_the_disk(
+    driver, root, seed, below, hints
+):
     """The disk holds 256 blocks with their headers."""
     described = stack(root, ROWS, capacity="2MiB")
     config = offloading_config(described if below else without_disk(described))
     with FakeEngine(config, seed, num_blocks=256) as engine:
         run(engine, AGENT, hints)
         flood(engine, 1, 4 * ROWS if not below else 600)
-        assert (sum(retained(engine).values()) > 0) == (hints is not None)
+        driver.eventually(engine, lambda: (sum(retained(driver, engine).values()) > 0) == (hints is not None))
         assert run(engine, [*AGENT, 1]).hit == (len(AGENT) if hints is not None else 0)
 
 
-def test_a_quota_holds_and_what_has_no_room_is_an_ordinary_block(root, seed):
+def test_a_quota_holds_and_what_has_no_room_is_an_ordinary_block(driver, root, seed):
     """A quarter of 40 rows: ten of 24 blocks are retained, from the front of the first prompts on."""
     config = offloading_config(without_disk(stack(root, ROWS)))
     with FakeEngine(config, seed, num_blocks=256) as engine:
         for number in range(3):
             run(engine, [number, *AGENT[1:]], hinted("retain", seconds=300.0))
-        assert retained(engine)["cpu"] == 10 * PAGE
+        driver.eventually(engine, lambda: retained(driver, engine)["cpu"] == 10 * PAGE)
         flood(engine, 1, 4 * ROWS)
-        assert retained(engine)["cpu"] == 10 * PAGE
+        assert retained(driver, engine)["cpu"] == 10 * PAGE
         assert [run(engine, [number, *AGENT[1:], 1]).hit for number in range(3)] == [8, 2, 0]
 
 
-def test_a_session_is_prefetched_demoted_and_released_by_requests_that_know_no_keys(root, seed):
+def test_a_session_is_prefetched_demoted_and_released_by_requests_that_know_no_keys(driver, root, seed):
     with FakeEngine(offloading_config(stack(root, ROWS)), seed, num_blocks=256) as engine:
         request = run(engine, AGENT, hinted("retain", seconds=300.0, session="agent"))
         keys = request.keys[0]
         run(engine, [1], hinted("demote", session="agent"))
-        assert engine.manager._stack.locate(keys) == ["fs"] * 8
+        driver.eventually(engine, lambda: driver.locate(engine, keys) == ["fs"] * 8)
         run(engine, [2], hinted("prefetch", session="agent"))
-        assert engine.manager._stack.locate(keys) == ["cpu"] * 8
-        assert engine.manager._stack.stats().hints.prefetched == 8
-        assert retained(engine)["fs"] > 0
+        driver.eventually(engine, lambda: driver.locate(engine, keys) == ["cpu"] * 8)
+        assert driver.stats(engine).hints.prefetched == 8
+        assert retained(driver, engine)["fs"] > 0
         run(engine, [3], hinted("release", session="agent"))
-        assert sum(retained(engine).values()) == 0
+        driver.eventually(engine, lambda: sum(retained(driver, engine).values()) == 0)
 
 
 # -- what is read of them --------------------------------------------------------------------------------------------

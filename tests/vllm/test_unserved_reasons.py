@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import time
 
 import pytest
+from fake_engine import FakeEngine, offloading_config, stack
 
 from kvtier.engines.vllm.engine_config import ENDS_ALONE
 from kvtier.engines.vllm.primary import unserved
@@ -86,3 +88,22 @@ def test_a_request_that_looked_nothing_up_does_not_count(caplog):
     for _ in range(9):
         counted.on_end(RequestState())
     assert not lines(caplog)
+
+
+def test_requests_have_none_of_the_blocks_of_an_engine_before(driver, root, seed, caplog):
+    """The figures that say so come from the stack, wherever it is."""
+    with FakeEngine(offloading_config(stack(root, 50)), seed) as engine:
+        engine.patient = True
+        engine.add([1, 2, 3, 4])
+        engine.run()
+    with FakeEngine(offloading_config(stack(root, 50)), seed) as engine:
+        engine.patient = True
+        until = time.monotonic() + 60.0
+        while not any(tier.recovered for tier in engine.manager._driver.stats().tiers.values()):
+            assert time.monotonic() < until
+            engine.step()
+        for number in range(5):
+            engine.add([10 + number, 2, 3])
+            engine.run()
+        assert engine.manager._driver.stats().tiers.keys() == driver.stats(engine).tiers.keys()
+    assert [unserved.FOREIGN in line for line in lines(caplog)] == [True]

@@ -28,7 +28,7 @@ from kvtier_cpu.region.rendezvous import (
     publish,
     sweep_leftovers,
 )
-from kvtier_cpu.region.shared_region import RegionSpec, SharedRegion, Sharing
+from kvtier_cpu.region.shared_region import Pages, RegionSpec, SharedRegion, Sharing
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _private: dict[tuple[int, str], SharedRegion] = {}
@@ -88,8 +88,10 @@ def open_region(spec: RegionSpec, host: RegionHost | None = None) -> SharedRegio
         opening.patience.pause("the region's name to become stable")
 
 
-def attach_region(spec: RegionSpec, rows_fd: int, control_fd: int) -> SharedRegion:
+def attach_region(spec: RegionSpec, rows_fd: int, control_fd: int, counted: bool = True) -> SharedRegion:
     """Map a memfd region whose descriptors were inherited or passed on. The caller keeps the descriptors.
+
+    With `counted` this process is one of the region's participants, each of which maps it once.
 
     Raises RegionError unless they are a ready region of exactly this geometry, sealed against ever shrinking.
     """
@@ -97,7 +99,7 @@ def attach_region(spec: RegionSpec, rows_fd: int, control_fd: int) -> SharedRegi
         if not _sealed(fd) or os.fstat(fd).st_size != size_bytes:
             raise RegionError("the descriptors are not those of a shared region of this size")
     opening = _Opening(spec, RegionHost())
-    return opening.enter(opening.maps(rows_fd, control_fd))
+    return opening.enter(opening.maps(rows_fd, control_fd), counted)
 
 
 class _Opening:
@@ -190,7 +192,7 @@ class _Opening:
                 self.host.observe(Step.READY)
         return region
 
-    def enter(self, maps: tuple[mmap.mmap, mmap.mmap]) -> SharedRegion:
+    def enter(self, maps: tuple[Pages, mmap.mmap], counted: bool = True) -> SharedRegion:
         """A region over memory that another participant has made ready, with this participant counted in.
 
         Raises RegionError unless it is the region this participant needs.
@@ -201,7 +203,8 @@ class _Opening:
             region.check_identity(self.spec.digest)
             if not region.ready:
                 raise RegionError("the shared region is not ready")
-            self._count_in(region)
+            if counted:
+                self._count_in(region)
             self.host.observe(Step.JOINED)
         return region
 
@@ -275,15 +278,25 @@ class _Opening:
         for worker in self.spec.serves:
             area.publish_worker(worker, self.spec.digest)
 
-    def maps(self, rows_fd: int, control_fd: int) -> tuple[mmap.mmap, mmap.mmap]:
+    def maps(self, rows_fd: int, control_fd: int) -> tuple[Pages, mmap.mmap]:
         """The mappings of rows and control area; descriptors of -1 stand for private memory."""
-        rows, control = maps = _map(rows_fd, self.spec.size_bytes), _map(control_fd, self.spec.shape.size_bytes)
+        rows, control = maps = self._map_rows(rows_fd), _map(control_fd, self.spec.shape.size_bytes)
         if not self.spec.dump_rows:
             keep_from_core_dumps(rows)
         if rows_fd < 0:
             keep_from_forks(rows)
             keep_from_forks(control)
         return maps
+
+    def _map_rows(self, fd: int) -> Pages:
+        if fd < 0 or self.spec.sharing is not Sharing.MEMFD:
+            return _map(fd, self.spec.size_bytes)
+        from kvtier_cpu.region.huge_pages import map_aligned  # most stacks have private memory
+
+        try:
+            return map_aligned(fd, self.spec.size_bytes)
+        except OSError as error:
+            raise no_address_space(self.spec.size_bytes, error) from error
 
 
 def _sealed_memfd(label: str, size_bytes: int, undo: ExitStack) -> int:
@@ -323,7 +336,12 @@ def _map(fd: int, size_bytes: int) -> mmap.mmap:
     try:
         return mmap.mmap(fd, size_bytes, flags, mmap.PROT_READ | mmap.PROT_WRITE)
     except OSError as error:
-        raise SharedMemoryError(size_bytes, 0, f"the address space of this process ({error.strerror})") from error
+        raise no_address_space(size_bytes, error) from error
+
+
+def no_address_space(size_bytes: int, error: OSError) -> SharedMemoryError:
+    """The error for a mapping that the kernel refuses."""
+    return SharedMemoryError(size_bytes, 0, f"the address space of this process ({error.strerror})")
 
 
 def _sealed(fd: int) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.errors import RegionError, SharedMemoryError
 from kvtier_cpu.region.rendezvous import Patience
-from kvtier_cpu.region.shared_region import Populated, RegionSpec
+from kvtier_cpu.region.shared_region import Pages, Populated, RegionSpec
 
 MADV_WIPEONFORK = 18
 """Linux 4.14; the mmap module does not name it."""
@@ -43,7 +43,7 @@ def reserve(fd: int, size_bytes: int, spec: RegionSpec, patience: Patience) -> N
         done += piece
 
 
-def make_resident(fd: int, pages: mmap.mmap, spec: RegionSpec, patience: Patience) -> Populated:
+def make_resident(fd: int, pages: Pages, spec: RegionSpec, patience: Patience) -> Populated:
     """Reserve the memory of a fresh region, still all zero, and fill its page table from a few threads.
 
     Keeps no view of `pages`, so a caller can unmap them whatever happened. MADV_POPULATE_WRITE does both at once, each
@@ -64,7 +64,7 @@ def private_works() -> bool:
     return _kernel_takes(MADV_WIPEONFORK, MADV_POPULATE_WRITE)
 
 
-def keep_from_forks(pages: mmap.mmap) -> None:
+def keep_from_forks(pages: Pages) -> None:
     """Give a forked child zeros in place of these private pages.
 
     A fork would share them until one side writes, and direct reads in flight would land in the wrong copy. Raises
@@ -74,7 +74,7 @@ def keep_from_forks(pages: mmap.mmap) -> None:
         raise RegionError(f"private memory cannot be kept from a fork: {os.strerror(code)}")
 
 
-def keep_from_core_dumps(pages: mmap.mmap) -> None:
+def keep_from_core_dumps(pages: Pages) -> None:
     """Leave these pages out of core dumps: they hold the users' prompts, and hundreds of gigabytes.
 
     The advice belongs to the mapping, so every process gives it for its own. Raises RegionError if the kernel refuses.
@@ -83,7 +83,7 @@ def keep_from_core_dumps(pages: mmap.mmap) -> None:
         raise RegionError(f"rows cannot be kept from core dumps: {os.strerror(code)}; allow them with dump_rows: true")
 
 
-def map_populated(pages: mmap.mmap) -> Populated:
+def map_populated(pages: Pages) -> Populated:
     """Fill this process's page table for a region another process has made resident.
 
     Changes no byte. Where the kernel cannot do it the pages are mapped at first use.
@@ -92,7 +92,7 @@ def map_populated(pages: mmap.mmap) -> Populated:
     return Populated.SKIPPED if refused else Populated.POPULATE_WRITE
 
 
-def _populate(pages: mmap.mmap, spec: RegionSpec, patience: Patience, writes: bool) -> Populated:
+def _populate(pages: Pages, spec: RegionSpec, patience: Patience, writes: bool) -> Populated:
     """Fill in parallel, piece by piece: by MADV_POPULATE_WRITE, or by touching pages unless `writes`.
 
     Raises SharedMemoryError if the kernel finds no memory after all.
@@ -136,7 +136,7 @@ def _libc() -> ctypes.CDLL:
     return libc
 
 
-def _madvise(pages: mmap.mmap, start: int, length: int, advice: int) -> int:
+def _madvise(pages: Pages, start: int, length: int, advice: int) -> int:
     """madvise(2) with the GIL free (the mmap module holds it); returns 0 or an errno."""
     libc = _libc()
     # the array lives for this expression only: an exported view would keep the mapping from being closed

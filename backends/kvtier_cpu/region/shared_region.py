@@ -18,6 +18,9 @@ from kvtier.types.arrays import IntArray
 from kvtier.types.geometry import Geometry
 from kvtier_cpu.region.control_area import ControlArea, ControlShape
 
+Pages = mmap.mmap | Any
+"""A mapping: a buffer with a length."""
+
 
 class Sharing(StrEnum):
     """Kinds of memory of a region, and how its participants find it.
@@ -113,7 +116,7 @@ class SharedRegion(ControlArea):
     rows became resident here. `maps` are the mappings of rows and control area, `at_close` the calls of closing.
     """
 
-    def __init__(self, spec: RegionSpec, rows: mmap.mmap, control: mmap.mmap) -> None:
+    def __init__(self, spec: RegionSpec, rows: Pages, control: mmap.mmap) -> None:
         super().__init__(np.frombuffer(control, dtype=np.uint8), spec.shape)
         self.spec, self.geometry = spec, spec.geometry
         self.num_rows, self.row_bytes = spec.num_rows, spec.geometry.row_bytes
@@ -156,8 +159,9 @@ class SharedRegion(ControlArea):
         for name in held.keys() - {"maps"}:
             del held[name]  # with every other view of the memory
         for mapping in held.get("maps", ()):
-            with suppress(BufferError):  # exported views keep the mapping; it goes with the last of them
-                mapping.close()
+            if isinstance(mapping, mmap.mmap):  # one of another kind goes with the last view of it
+                with suppress(BufferError):  # exported views keep the mapping; it goes with the last of them
+                    mapping.close()
         held.clear()
 
 

@@ -24,7 +24,7 @@ from kvtier_fs.roots.folder import LOCK_NAME, plain_file
 from kvtier_fs.shared.block_file import MismatchedFile
 from kvtier_fs.shared.bucket import Bucket
 from kvtier_fs.shared.folder import GONE, LockBusy, TreeFolder, names_in, read_small, vanished
-from kvtier_fs.shared.leases import LEASE_NAME, Leases, decode_holder, this_process
+from kvtier_fs.shared.leases import LEASE_NAME, FolderLeases, decode_holder, this_process
 from kvtier_fs.shared.paths import (
     NAMESPACE_NAME,
     BlockPlace,
@@ -164,7 +164,7 @@ class InspectedTree(FolderInspection[FileContent, FileRun]):
         super().__init__(path, access)
         self.folder = TreeFolder(path, SharedFSOptions(root=path, capacity=1, create=False))
         self.tree: Tree
-        self.leases: Leases
+        self.leases: FolderLeases
         self.owner = ""
         self._epochs: dict[bytes, int] = {}
 
@@ -178,7 +178,7 @@ class InspectedTree(FolderInspection[FileContent, FileRun]):
         self.tree = self.folder.tree = tree
         self.folder.join(make=self.access is Access.CHANGE)
         seconds = FilesHooks().lease_seconds
-        self.leases = Leases(self.folder.leases_fd, "", this_process(), time.monotonic, seconds)
+        self.leases = FolderLeases(self.folder.leases_fd, "", this_process(), time.monotonic, seconds)
         names = filter(LEASE_NAME.fullmatch, self.small_names(self.folder.leases_fd))
         users = list(filter(None, (self._user(name) for name in names if not self.leases.expired(name))))
         more = len(users) - _USERS_SHOWN

@@ -11,7 +11,7 @@ from kvtier.tier.contract import Rows, SlotSpace
 from kvtier.tier.job_run import JobRun, error_outcome
 from kvtier.types.jobs import MISSING, BlockOutcome, DropReason, JobKind, dropped, failed
 from kvtier_fs.format.region_header import REGIONS_PER_FILE
-from kvtier_fs.local.layout import Session
+from kvtier_fs.local.layout import RootSession
 from kvtier_fs.local.root import RegionState, Root
 
 
@@ -48,7 +48,7 @@ class TierSide:
     """The common part of all shares and queues of a tier: rows on one side, numbered slots on the other."""
 
     def __init__(
-        self, rows: Rows, space: SlotSpace, session: Session, clock: Callable[[], float], counters: Counter[str]
+        self, rows: Rows, space: SlotSpace, session: RootSession, clock: Callable[[], float], counters: Counter[str]
     ) -> None:
         layout = session.layout
         self.rows, self.space, self.layout = rows, space, layout

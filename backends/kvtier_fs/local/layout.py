@@ -37,7 +37,7 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
+class RootSession:
     """The facts that a session begins with: the layout of the roots, the namespace, its manifest, its epoch."""
 
     layout: Layout

@@ -26,7 +26,7 @@ from kvtier_fs.format.superblock import UUID_BYTES, Superblock
 from kvtier_fs.io.contract import IOEngine
 from kvtier_fs.io.probe import DirectProbe
 from kvtier_fs.local.folder import SlabFolder
-from kvtier_fs.local.layout import Layout, Session, check_index, lay_out
+from kvtier_fs.local.layout import Layout, RootSession, check_index, lay_out
 from kvtier_fs.local.root import Root, RootPools
 from kvtier_fs.local.shrinking import plan_to_read
 from kvtier_fs.options import FSOptions
@@ -130,7 +130,7 @@ def first_epoch(stored: Iterable[Superblock | None], namespace: bytes, new_epoch
     return floor if is_usable(floor) else fresh_epoch()
 
 
-async def begin_session(root: Root, session: Session, random_bytes: Callable[[int], bytes]) -> str:
+async def begin_session(root: Root, session: RootSession, random_bytes: Callable[[int], bytes]) -> str:
     """Mark the root as in use, durably, before anything else is written. Returns a note, empty if all is as it was.
 
     The snapshot of a clean close is read and removed before that, so it counts for this session only. A root with
@@ -175,7 +175,7 @@ async def unknown_files(root: Root) -> str:
     return f"{root.path}: holds files of others, which stay and do not count: {shown}{more}"
 
 
-async def describe(root: Root, session: Session) -> str:
+async def describe(root: Root, session: RootSession) -> str:
     """Keep the namespace's readable manifest beside its data. Returns a note if there is no room for it."""
     known = sorted(root.superblock.namespaces, key=lambda item: item[1].session, reverse=True)
     order = [session.namespace, *(digest for digest, _ in known if digest != session.namespace)]

@@ -19,7 +19,7 @@ from kvtier_fs.format.region_header import RegionHeader, decode_region_header
 from kvtier_fs.format.slot_map import NO_OWNER, RegionSlots
 from kvtier_fs.format.snapshot import Snapshot, StoredFormat
 from kvtier_fs.io.contract import HeaderPages, IOKind
-from kvtier_fs.local.layout import Session
+from kvtier_fs.local.layout import RootSession
 from kvtier_fs.local.root import Root
 
 T = TypeVar("T")
@@ -39,7 +39,7 @@ class HeaderSpan(NamedTuple):
     slots: int
 
 
-async def recover_root(root: Root, session: Session) -> bool:
+async def recover_root(root: Root, session: RootSession) -> bool:
     """Find out the formats of the regions and what their slots hold: from the snapshot, else by scanning the headers.
 
     Returns True if the snapshot served. Raises OSError.
@@ -95,7 +95,7 @@ def _is_at(root: Root, header: RegionHeader, region: int) -> bool:
     )
 
 
-async def _scan_slots(root: Root, session: Session) -> None:
+async def _scan_slots(root: Root, session: RootSession) -> None:
     """Read every slot header. Small slots are read through, payloads and all: that is fewer requests to the disk."""
     narrow: list[int] = []
     wide: list[HeaderSpan] = []
@@ -118,7 +118,7 @@ async def _scan_slots(root: Root, session: Session) -> None:
 
 
 async def _scan_spans(
-    root: Root, session: Session, spans: Iterator[HeaderSpan], buffers: tuple[int, int]
+    root: Root, session: RootSession, spans: Iterator[HeaderSpan], buffers: tuple[int, int]
 ) -> list[HeaderSpan]:
     """Read spans, some batches at once, each with so many `buffers` of so many bytes; record the headers found.
 
@@ -143,7 +143,7 @@ async def _scan_spans(
     return spoiled
 
 
-def _record(root: Root, session: Session, read: list[tuple[HeaderSpan, memoryview]]) -> None:
+def _record(root: Root, session: RootSession, read: list[tuple[HeaderSpan, memoryview]]) -> None:
     """Enter the slots whose headers are whole and in their place."""
     uuid, slot_map, header_bytes = root.superblock.root_uuid, root.slot_map, root.plan.header_bytes
     for span, view in read:

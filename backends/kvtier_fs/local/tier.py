@@ -23,7 +23,7 @@ from kvtier.types.jobs import CANCELLED, MISSING, BlockOutcome, DropReason, JobK
 from kvtier_fs.io.full_transfer import FullTransferIO
 from kvtier_fs.local import layout, opening
 from kvtier_fs.local.block_batches import RootShare, TierSide
-from kvtier_fs.local.layout import Session
+from kvtier_fs.local.layout import RootSession
 from kvtier_fs.local.opening import Hooks, remove_leftovers, side_by_side
 from kvtier_fs.local.recovery import recover_root, recovered
 from kvtier_fs.local.root import Root
@@ -158,7 +158,7 @@ class FSBackend(RootTier):
         self._hooks = hooks or Hooks()
         self._roots: list[Root] = []
         self._router: SlotRouter | None = None
-        self._session: Session
+        self._session: RootSession
         self._ends: dict[Root, RootCloser] = {}
         self._raising: set[asyncio.Task[None]] = set()
 
@@ -173,7 +173,7 @@ class FSBackend(RootTier):
         await self._roots[0].call(layout.check_index, laid_out, len(self._roots), self._hooks.limits)
         notes.extend(laid_out.notes)
         epoch = opening.first_epoch([root.stored for root in self._roots], self._namespace, context.new_epoch)
-        session = Session(laid_out, self._namespace, context.namespace.manifest(), epoch)
+        session = RootSession(laid_out, self._namespace, context.namespace.manifest(), epoch)
         self._session = session
         for root_notes in await side_by_side(self._begin(root, session) for root in self._roots):
             notes.extend(root_notes)
@@ -221,7 +221,7 @@ class FSBackend(RootTier):
             notes += await root.call(remove_leftovers, root.path, self.options)
         return notes
 
-    async def _begin(self, root: Root, session: Session) -> list[str]:
+    async def _begin(self, root: Root, session: RootSession) -> list[str]:
         try:
             notes = [
                 await opening.begin_session(root, session, self._hooks.random_bytes),
@@ -249,7 +249,7 @@ class FSBackend(RootTier):
             root.start(io, budget)
         return " and ".join(sorted({root.io.engine.name for root in self._roots}))
 
-    async def _recover(self, root: Root, session: Session) -> str:
+    async def _recover(self, root: Root, session: RootSession) -> str:
         """Learn again what a root holds, within its plan. Returns a note, empty if nothing had to go."""
         try:
             from_snapshot = await recover_root(root, session)

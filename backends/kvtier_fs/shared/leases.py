@@ -66,7 +66,7 @@ def decode_holder(data: bytes) -> Holder | None:
         return None
 
 
-class Leases:
+class FolderLeases:
     """This process's lease, and which leases of others have expired. Blocking calls.
 
     A holder in this pid namespace of this boot is looked up by its pid and start time. Any other lease has expired when

@@ -17,7 +17,7 @@ from kvtier_fs.roots import disk
 from kvtier_fs.roots.disk import choose_engine, make_engine
 from kvtier_fs.roots.folder import manifest_name
 from kvtier_fs.shared.folder import TreeFolder
-from kvtier_fs.shared.leases import Leases
+from kvtier_fs.shared.leases import FolderLeases
 from kvtier_fs.shared.paths import ROOT_BYTES, bucket_budget, choose_buckets, choose_fan_out
 from kvtier_fs.shared.root import SharedRoot
 
@@ -62,7 +62,7 @@ async def join_root(root: SharedRoot, stored: Tree | None, options: SharedFSOpti
     tree, budget = lay_out(root.path, stored, options, geometry, needed)
     await root.call(root.folder.join)
     holder, clock = await root.call(root.hooks.holder), asyncio.get_running_loop().time
-    root.leases = Leases(root.folder.leases_fd, root.lease, holder, clock, root.hooks.lease_seconds)
+    root.leases = FolderLeases(root.folder.leases_fd, root.lease, holder, clock, root.hooks.lease_seconds)
     if stored is not None:
         root.use_tree(tree, budget)
     root.leased = True

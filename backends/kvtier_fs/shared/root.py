@@ -23,7 +23,7 @@ from kvtier_fs.options import SharedFSOptions
 from kvtier_fs.shared.block_file import Temporary
 from kvtier_fs.shared.bucket import Bucket
 from kvtier_fs.shared.folder import LockBusy, TreeFolder, names_in
-from kvtier_fs.shared.leases import Holder, Leases, this_process
+from kvtier_fs.shared.leases import FolderLeases, Holder, this_process
 from kvtier_fs.shared.paths import DISK_BLOCK_BYTES, TEMPORARY_NAME
 from kvtier_fs.shared.usage import FULL, BucketRules
 
@@ -84,7 +84,7 @@ class SharedRoot:
         self.io: FullTransferIO
         self.loads: TransferLimit
         self.stores: TransferLimit
-        self.leases: Leases
+        self.leases: FolderLeases
         self.rules: BucketRules
         self._options = options
         self.buckets: list[Bucket] = []

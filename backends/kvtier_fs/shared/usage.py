@@ -17,7 +17,7 @@ from typing import NamedTuple
 from kvtier_fs.format.tree_records import decode_account, encode_account
 from kvtier_fs.roots.folder import plain_file, write_all
 from kvtier_fs.shared.folder import TreeFolder, names_in, read_small, vanished
-from kvtier_fs.shared.leases import Leases
+from kvtier_fs.shared.leases import FolderLeases
 from kvtier_fs.shared.paths import BLOCK_NAME, DISK_BLOCK_BYTES, LEAF_NAME, TEMPORARY_NAME, occupied
 
 ACCOUNT_NAME = "account"
@@ -35,7 +35,7 @@ class BucketRules:
     budget_bytes: int
     min_free_bytes: int
     direct: bool
-    leases: Leases | None
+    leases: FolderLeases | None
     counters: Counter[str]
     wall: Callable[[], float] = lambda: 0.0
     touch_seconds: float = 60.0

@@ -144,6 +144,79 @@ class StoreRequest(EngineJob, FillWaiter):
         )
 
 
+class LentStore(StoreRequest):
+    """A store into rows that were lent, of which the engine has begun the copies already: the job names its rows.
+
+    A key that is there, or that another store fills, needs its row no more; the row is free once its copy has ended.
+    """
+
+    def __init__(self, demotions: Demotions, factor: int, job: TransferJob, now: float, age: int) -> None:
+        super().__init__(demotions, factor, job, now, age)
+        self._rows = [row for group in self.groups for row in group.rows.tolist()]
+
+    def advance(self, now: float) -> bool:
+        """Name the rows of new keys, and hand all of them to the data plane until their copies have ended."""
+        control, directory = self.control, self.control.cpu.directory
+        fresh: dict[OffloadKey, int] = {}
+        for index in self.all:
+            key, row = self.keys[index], directory.get(self.keys[index])
+            if self.outcomes[index] is None and row is None:
+                fresh.setdefault(key, index)
+        control.cpu.fill_lent([self._rows[index] for index in fresh.values()], list(fresh))
+        if control.awaited.ages:
+            control.awaited.on_change(list(fresh))
+        named = set(fresh.values())
+        spare = [index for index in self.all if index not in named]
+        control.cpu.end_loan([self._rows[index] for index in spare])
+        for index in spare:
+            row = directory.get(self.keys[index])
+            if self.outcomes[index] is None and row is not None:
+                if control.cpu.table.state[row] == READY:
+                    self.complete(index, PRESENT)
+                else:
+                    control.wait_for_fill(row, self, index)
+        self.todo.clear()
+        self._emit(list(named), FillJob)
+        self._emit(spare, SpareCopy)
+        return True
+
+    def _emit(self, indices: list[int], owner: type[FillJob | SpareCopy]) -> None:
+        if indices:
+            indices.sort()
+            rows, control = [self._rows[index] for index in indices], self.control
+            self.in_copy.update(indices if owner is FillJob else ())
+            transfers = self.transfers(indices, rows)
+            job = owner(self, indices, rows, control.resets)
+            control.emit(CPU_TIER, JobKind.STORE, transfers, self.job.deadline, job)
+
+    def on_fill(self, index: int, row: int | None, position: int, now: float) -> None:
+        """The fill that this block waited for has ended; without success the block is dropped, as its row is gone."""
+        if row is None and self.outcomes[index] is None:
+            self.complete(index, dropped(DropReason.NO_ROW))
+            self.control.cpu_counters.drop(DropReason.NO_ROW)
+        else:
+            super().on_fill(index, row, position, now)
+
+
+@dataclass(slots=True, eq=False)
+class SpareCopy(JobOwner):
+    """GPU blocks to lent rows whose keys are elsewhere already: the rows are free when the copies have ended."""
+
+    request: StoreRequest
+    indices: Sequence[int]
+    rows: list[int]
+    resets: int
+
+    def finish(self, result: JobResult, now: float) -> None:
+        self.request.control.cpu.unpin(self.rows)
+
+    def on_late(self, now: float) -> None:
+        """The rows stay as they are until the copies have ended."""
+
+    def on_end(self, now: float) -> None:
+        self.request.control.cpu.unpin(self.rows)
+
+
 @dataclass(slots=True, eq=False)
 class FillJob(JobOwner):
     """GPU blocks to filling rows for one store."""

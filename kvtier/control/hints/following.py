@@ -16,7 +16,6 @@ from kvtier.control.settings import StackSettings
 from kvtier.control.state import ControlState
 from kvtier.errors import UsageError
 from kvtier.types.hints import Demote, HintRefusal, HintResult, KVHint, Pin, Prefetch, Release, Retain
-from kvtier.types.jobs import TransferJob
 from kvtier.types.keys import OffloadKey
 
 _OF_SETS = (
@@ -273,12 +272,11 @@ class Hints:
         soon = self._advanced_at + REST_SECONDS if self._waiting else math.inf
         return min(self.retention.expires_at, self.prefetches.next_at(), soon)
 
-    def on_load(self, job: TransferJob) -> None:
-        """The engine loads the blocks of a job."""
+    def on_load(self, keys: Sequence[OffloadKey]) -> None:
+        """The engine loads these blocks."""
         if self.prefetches or self.demotions:
-            for group in job.groups:
-                self.prefetches.on_load(group.keys)
-                self.demotions.on_load(group.keys)
+            self.prefetches.on_load(keys)
+            self.demotions.on_load(keys)
 
     def hold_back(self) -> None:
         """No lower tier is used any more."""

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING
 
 from kvtier.control.flow.demotions import Demotions
 from kvtier.control.flow.engine_job import EngineJob
+from kvtier.control.flow.leased_loads import LeasedLoad
 from kvtier.control.flow.load_or_compute import LoadOrCompute
 from kvtier.control.flow.loads import CopyJob, LoadRequest
 from kvtier.control.flow.promotions import Promotions
-from kvtier.control.flow.stores import StoreRequest
+from kvtier.control.flow.stores import LentStore, StoreRequest
 from kvtier.control.hints.following import Hints
 from kvtier.control.jobs import Decisions, JoiningTiers, PresenceQuery, Recipient
+from kvtier.control.plane.event_log import EventLog
 from kvtier.control.plane.lookups import look_up
 from kvtier.control.reservations import Reservation, Reservations
 from kvtier.control.row_admission import RowAdmission
@@ -32,7 +33,17 @@ from kvtier.errors import UsageError
 from kvtier.tier.contract import LookupResult
 from kvtier.types.events import OffloadingEvent
 from kvtier.types.hints import HintResult, KVHint
-from kvtier.types.jobs import CANCELLED, LATE, BlockOutcome, DropReason, JobKind, JobResult, TransferJob, dropped
+from kvtier.types.jobs import (
+    CANCELLED,
+    LATE,
+    LOADED,
+    BlockOutcome,
+    DropReason,
+    JobKind,
+    JobResult,
+    TransferJob,
+    dropped,
+)
 from kvtier.types.keys import GroupIndex, JobId, OffloadKey, RequestId
 
 if TYPE_CHECKING:
@@ -130,31 +141,6 @@ def _loads_first(request: LoadRequest | StoreRequest) -> tuple[bool, int]:
     return isinstance(request, StoreRequest), request.age
 
 
-class EventLog:
-    """Blocks that became reachable in a tier or ceased to be, in order, until they are taken.
-
-    At most `events_max` events are kept, none if that is 0: then the oldest is discarded, and its keys count as `lost`.
-    """
-
-    def __init__(self, events_max: int) -> None:
-        self.events_max = events_max
-        self.lost = 0
-        self._events: deque[OffloadingEvent] = deque()
-
-    def record(self, spec: TierSpec, keys: Sequence[OffloadKey], removed: bool) -> None:
-        """These keys became reachable in a tier, or were removed from it."""
-        if self.events_max and keys:
-            self._events.append(OffloadingEvent(tuple(keys), spec.medium, removed, spec.name))
-            if len(self._events) > self.events_max:
-                self.lost += len(self._events.popleft().keys)
-
-    def take(self) -> list[OffloadingEvent]:
-        """The events that were not taken before, the oldest first."""
-        events = list(self._events)
-        self._events.clear()
-        return events
-
-
 class ControlPlane(Recipient):
     """Everything that decides. See the module's docstring for how to drive it.
 
@@ -187,6 +173,8 @@ class ControlPlane(Recipient):
         self._ages = itertools.count(1)
         self._open = OpenJobs()
         self._pumped_at = self._tick_at = -math.inf
+        self._patience_seconds = settings.patience_seconds
+        self._short_since = self._lend_at = math.inf
         self.events = EventLog(settings.events_max)
         self._collect_changes()
 
@@ -229,9 +217,9 @@ class ControlPlane(Recipient):
         blocks = self.control.group_blocks[job.kind]
         for group in job.gpu_groups:
             blocks[group.group] += len(group.keys)
+            if job.kind is JobKind.LOAD and self.hints.is_used:
+                self.hints.on_load(group.keys)
         if job.kind is JobKind.LOAD:
-            if self.hints.is_used:
-                self.hints.on_load(job)
             load = LoadRequest(self._promotions, job, now, next(self._ages))
             self._open.add(load)
             reservation = None if request_id is None else self.reservations.by_request.get(request_id)
@@ -249,6 +237,71 @@ class ControlPlane(Recipient):
             elif not self.control.shortage and not store.advance(now):
                 self.control.shortage = len(store.todo)
             self._admission.add_store(store)
+
+    def lend(self, count: int, now: float) -> tuple[list[int], list[int]]:
+        """(rows, their generations): rows that an engine may fill before it states their keys, `count` at most.
+
+        Each ends with `fill` or `return_lent`. The caller bounds how many are lent, and checks whose they are.
+        """
+        if now >= self._tick_at:
+            self._tick(now)
+        cpu = self.control.cpu
+        rows = cpu.lend(count) if not self._demotions.closing else []
+        self._lend_at = math.inf
+        if len(rows) < count and not self._demotions.closing:
+            rows += self._lend_late(count - len(rows), now)
+        else:
+            self._short_since = math.inf
+        return rows, cpu.table.generations[rows].tolist()
+
+    def _lend_late(self, count: int, now: float) -> list[int]:
+        """Wait, like a store, for rows that are to be written below; then take them anyway."""
+        self._short_since = min(self._short_since, now)
+        patience_ends = self._short_since + self._patience_seconds
+        if now < patience_ends:
+            self._lend_at = patience_ends
+            return []
+        return self.control.cpu.lend(count) if self._admission.make_way(count, patient=False) else []
+
+    def begin_leased_load(
+        self, keys: Sequence[OffloadKey], rows: Sequence[int], brought: Mapping[OffloadKey, int], now: float
+    ) -> LeasedLoad:
+        """An engine's own copy out of ready rows that it had pinned begins; `end_leased_load` follows.
+
+        `brought` has the positions of the lower tiers that brought some keys up for it.
+        """
+        if self.hints.is_used:
+            self.hints.on_load(keys)
+        return LeasedLoad(self._demotions, keys, rows, brought, now)
+
+    def end_leased_load(self, load: LeasedLoad, errors: Sequence[int], bytes_moved: int) -> list[BlockOutcome]:
+        """The copy has ended, with an errno for each block, 0 for success. Returns what became of each."""
+        outcomes = load.end(errors, bytes_moved)
+        self.touch([key for key, outcome in zip(load.keys, outcomes, strict=True) if outcome is LOADED])
+        return outcomes
+
+    def return_lent(self, rows: Sequence[int]) -> None:
+        """These rows were lent, and no copy into them was begun, or all have ended. Pump afterwards."""
+        self.control.cpu.end_loan(rows)
+        self.control.cpu.unpin(rows)
+
+    def fill(self, job: TransferJob, now: float) -> None:
+        """A store whose copies the engine has begun, into lent rows that the job names. Pump afterwards.
+
+        It ends as a job of `submit`. A key that is there already is PRESENT, and its row is free after the copy.
+        """
+        self._open.begin(job)
+        if now >= self._tick_at:
+            self._tick(now)
+        blocks = self.control.group_blocks[JobKind.STORE]
+        for group in job.gpu_groups:
+            blocks[group.group] += len(group.keys)
+        store = LentStore(self._demotions, self._factor, job, now, next(self._ages))
+        self._open.add(store)
+        store.advance(now)
+        if self._demotions.closing:
+            store.stop(dropped(DropReason.CLOSING))
+        self._admission.add_store(store)
 
     def cancel(self, job_id: JobId, now: float) -> None:
         """End a job early. Its result still comes, after the copies in flight have ended."""
@@ -369,7 +422,7 @@ class ControlPlane(Recipient):
     def next_deadline(self, now: float) -> float | None:
         """The next time, not before `now`, at which `pump` has work although no outcome was reported."""
         soonest, pumped_at = math.inf, self._pumped_at
-        times = [self._open.expires_at, self.control.reclaim_at, self._admission.wake_at]
+        times = [self._open.expires_at, self.control.reclaim_at, self._admission.wake_at, self._lend_at]
         for lower in self.control.lowers:
             times.append(lower.send_at)
         if self.reservations.by_request:
@@ -454,12 +507,20 @@ class ControlPlane(Recipient):
         if not self.events.events_max:
             return
         self._collect_changes()
-        control = self.control
-        lowers = [(lower.spec, lower.owned) for lower in control.lowers if lower.owned is not None]
-        for spec, tier in [(control.cpu_spec, control.cpu), *lowers]:
-            there = [key for key in keys if tier.presence(key, now)]
+        for spec, there in self.contents(now, keys):
             self.events.record(spec, there, removed=True)
             self.events.record(spec, there, removed=False)
+
+    def contents(
+        self, now: float, keys: Sequence[OffloadKey] | None = None
+    ) -> list[tuple[TierSpec, Sequence[OffloadKey]]]:
+        """The keys that each owned tier has, of these or of all."""
+        control = self.control
+        lowers = [(lower.spec, lower.owned) for lower in control.lowers if lower.owned is not None]
+        tiers = [(control.cpu_spec, control.cpu), *lowers]
+        if keys is None:
+            return [(spec, tier.ready_keys()) for spec, tier in tiers]
+        return [(spec, [key for key in keys if tier.presence(key, now)]) for spec, tier in tiers]
 
     def _collect_changes(self) -> None:
         control = self.control

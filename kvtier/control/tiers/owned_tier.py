@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kvtier.control.tiers.placement import Placement
 from kvtier.control.tiers.retained_slots import RetainedSlots
 from kvtier.control.tiers.reuse_times import ReuseTimes
-from kvtier.control.tiers.slot_table import FILLING, FREE, QUARANTINED, READY, RETIRED, SlotTable
+from kvtier.control.tiers.slot_table import FILLING, FREE, LENT, QUARANTINED, READY, RETIRED, SlotTable
 from kvtier.control.tiers.tier_index import TierIndex
 from kvtier.errors import IntegrityError
 from kvtier.policy import EvictionPolicy, RequestModels, RequestPolicy, make_policy
@@ -274,6 +274,28 @@ class OwnedTier(TierIndex):
                 names[slot] = None
                 self.table.move((slot,), FILLING, QUARANTINED)
 
+    # -- lending -------------------------------------------------------------------------------------------------
+
+    def lend(self, count: int) -> list[int]:
+        """LENT slots without a key, as many as can be had: evicts what the policy offers. Tiers of one slot size."""
+        free = self.placement.free_count[0]
+        if count > free:
+            self.evict(min(count - free, self.table.evictable))
+        slots = self.placement.take(0, min(count, self.placement.free_count[0]))
+        self.table.lend(slots)
+        self._note_peak()
+        return slots
+
+    def fill_lent(self, slots: Sequence[int], keys: Sequence[OffloadKey]) -> None:
+        """LENT -> FILLING, for `keys[i]` in `slots[i]`, in prefix order; none of the keys may be in the directory."""
+        self.policy.admit(keys[::-1])
+        self.table.name_lent(slots, keys)
+        self.directory.update(zip(keys, slots, strict=True))
+
+    def end_loan(self, slots: Sequence[int]) -> None:
+        """Slots that were lent have no use: free once their last pin ends (`unpin`)."""
+        self.table.move(slots, LENT, QUARANTINED)
+
     # -- using ---------------------------------------------------------------------------------------------------
 
     def unpin(self, slots: Sequence[int]) -> None:
@@ -320,6 +342,11 @@ class OwnedTier(TierIndex):
         """The slot that holds this key's bytes, or None."""
         slot = self.directory.get(key)
         return slot if slot is not None and self.table.state[slot] == READY else None
+
+    def ready_keys(self) -> list[OffloadKey]:
+        """All keys whose bytes are here."""
+        state = self.table.state
+        return [key for key, slot in self.directory.items() if state[slot] == READY]
 
     def has(self, slot: int, generation: int) -> bool:
         """True if the slot still holds what was stored under that generation, ready."""
@@ -397,7 +424,7 @@ class OwnedTier(TierIndex):
     def _note_peak(self) -> None:
         placement = self.placement
         counts = self.table.counts
-        filled = counts[FILLING] + counts[READY] + counts[QUARANTINED]
+        filled = counts[FILLING] + counts[READY] + counts[QUARANTINED] + counts[LENT]
         used = filled * placement.sizes[0] if placement.one_size else placement.taken_bytes
         if used > self.peak_bytes:
             self.peak_bytes = used

@@ -6,7 +6,8 @@
 
 A pin keeps a slot from being reused: a fill in flight, a load, a demotion, a lease, or being dirty. A QUARANTINED slot
 is unreachable and becomes free only when its last pin ends, never by time. ABSENT slots are ids of a region without a
-format, or with a format of fewer slots.
+format, or with a format of fewer slots. A LENT row has a pin and no key yet: an engine may fill it at any time, and
+states the key afterwards (FREE -> LENT -> FILLING or QUARANTINED).
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ class SlotState(IntEnum):
     READY = 3
     QUARANTINED = 4
     RETIRED = 5
+    LENT = 6
 
 
-ABSENT, FREE, FILLING, READY, QUARANTINED, RETIRED = (int(state) for state in SlotState)
+ABSENT, FREE, FILLING, READY, QUARANTINED, RETIRED, LENT = (int(state) for state in SlotState)
 
 
 class SlotTable:
@@ -81,6 +83,21 @@ class SlotTable:
         self.counts[FREE] -= len(slots)
         self.counts[FILLING] += len(slots)
 
+    def lend(self, slots: Sequence[int]) -> None:
+        """FREE -> LENT with a fresh generation and one pin."""
+        self.move(slots, FREE, LENT)
+        fresh = max(self.next_generation, self.now_ns())
+        for number, slot in enumerate(slots):
+            self.pins[slot] = 1
+            self.generation[slot] = fresh + number
+        self.next_generation = fresh + len(slots)
+
+    def name_lent(self, slots: Sequence[int], keys: Sequence[OffloadKey]) -> None:
+        """LENT -> FILLING, for `keys[i]` in `slots[i]`; generation and pin stay."""
+        self.move(slots, LENT, FILLING)
+        for slot, key in zip(slots, keys, strict=True):
+            self.keys[slot] = key
+
     def set_generations(self, slots: Sequence[int], generations: Sequence[int]) -> None:
         """Generations found when the tier was opened; new ones continue above them."""
         for slot, generation in zip(slots, generations, strict=True):
@@ -124,7 +141,7 @@ class SlotTable:
                 evictable += 1
             if state in (ABSENT, FREE, RETIRED) and self.pins[slot]:
                 raise IntegrityError(f"slot {slot} is {SlotState(state).name} with {self.pins[slot]} holds")
-            if state in (FILLING, QUARANTINED) and not self.pins[slot]:
+            if state in (FILLING, QUARANTINED, LENT) and not self.pins[slot]:
                 raise IntegrityError(f"slot {slot} is {SlotState(state).name} and without a pin it")
             if (self.keys[slot] is not None) != (state in (FILLING, READY)):
                 raise IntegrityError(f"slot {slot} is {SlotState(state).name} with key {self.keys[slot] is not None}")

@@ -135,6 +135,11 @@ class AdapterKeys:
             self._spoil(named.content)
         return named.content not in self._spoiled and named.adapter.stable()
 
+    @property
+    def used(self) -> bool:
+        """True once a request had an adapter: what it stores may turn out to be of another."""
+        return self._used
+
     def load(self, lora: Any, load: Callable[[], bool]) -> bool:
         """Call `load`, which has the workers load an adapter unless they hold one of its id and it is not to be
         replaced in place."""

@@ -1,7 +1,7 @@
 """The metrics of `kvtier.metrics` on vLLM's own `/metrics`."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
@@ -13,6 +13,7 @@ from vllm.v1.kv_offload.base import (
 
 from kvtier.control.tiers.histogram import HistogramFigures
 from kvtier.metrics import DEFINITIONS, MetricDefinition, metric_families
+from kvtier.service.wire import COUNTER, GAUGE, MetricSeries
 from kvtier.stack import StackStats
 
 INTERVAL_SECONDS = 1.0
@@ -48,11 +49,8 @@ class Meter:
 
     def read(self, stats: Callable[[], StackStats]) -> OffloadingConnectorStats | None:
         """The changes since the last reading; None before an interval is over, so that a step costs nothing."""
-        now = time.monotonic()
-        if now < self._next:
-            self._unread = True
+        if not self.is_due():
             return None
-        self._next, self._unread = now + INTERVAL_SECONDS, False
         changed = OffloadingConnectorStats()
         for metric, samples in metric_families(stats()).items():
             for labels, value in samples.items():
@@ -63,6 +61,14 @@ class Meter:
                 else:
                     self._increase(changed, metric.name, labels, value)
         return changed
+
+    def is_due(self) -> bool:
+        """True once an interval: figures are to be collected now."""
+        now = time.monotonic()
+        self._unread = now < self._next
+        if not self._unread:
+            self._next = now + INTERVAL_SECONDS
+        return not self._unread
 
     def to_read(self) -> bool:
         """Ask when the engine has nothing to do: True if there were steps after the last reading, or none yet.
@@ -90,3 +96,21 @@ class Meter:
             changed.data["data"][name][labels].clear()
         for each in value.values_since(before):
             changed.observe_histogram(name, each, labels)
+
+
+def counted(series: Sequence[MetricSeries]) -> OffloadingConnectorStats:
+    """The series that a stack process has sent, as vLLM takes them."""
+    changed = OffloadingConnectorStats()
+    for each in series:
+        labels = tuple(each.labels)
+        if each.kind == GAUGE:
+            changed.set_gauge(each.name, each.values[0], labels)
+        elif each.kind == COUNTER:
+            changed.increase_counter(each.name, each.values[0], labels)
+        else:
+            changed.observe_histogram(each.name, 0.0, labels)  # vLLM makes a series of an empty list of values too
+            values = changed.data["data"][each.name][labels]
+            values.clear()
+            for value, count in zip(each.values[::2], each.values[1::2], strict=True):
+                values += [value] * int(count)
+    return changed

@@ -1,16 +1,19 @@
 """From `kv_connector_extra_config` and vLLM's own configuration to a stack: options, layout, namespace."""
 
 import dataclasses
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
 from vllm.v1.kv_offload.config import OffloadingConfig
 
+from kvtier.client.connection import Identity
+from kvtier.client.private import PrivateStack
 from kvtier.config import StackConfig, load_stack, parse_stack
 from kvtier.engines.engine_memory.options import RESTART_SECONDS
 from kvtier.engines.engine_release import UNTESTED_KEY
-from kvtier.engines.vllm.compat import engine_version, expedites_loads
+from kvtier.engines.vllm.compat import LOGGER, engine_version, expedites_loads
 from kvtier.engines.vllm.engine_config import continues_after_prefix, engine_config, engine_share, start_lines
 from kvtier.errors import ConfigError
 from kvtier.options import FitsEngine, TierOptions, share_of
@@ -19,11 +22,16 @@ from kvtier.types.geometry import GroupLayout, KVLayout, TensorRef
 from kvtier.types.keys import GPU, GROUP_BYTES, OffloadKey
 from kvtier.types.namespace import Namespace
 
+DRIVER_KEY = "driver"
+DRIVERS = ("embedded", "process")
+REQUIRED_KEY = "required"
 SYNC_LOADS_KEY = "sync_load_budget_bytes"
 SHARED_PREFIXES_KEY = "shared_prefixes"
 KEYS = frozenset(
     {
         "stack",
+        DRIVER_KEY,
+        REQUIRED_KEY,
         UNTESTED_KEY,
         "spec_name",
         "spec_module_path",
@@ -69,7 +77,8 @@ class EnginePlan:
 
     `gpu` are the options of the tier in each of vLLM's workers. It has a lane for urgent copies if vLLM waits for some
     loads within a step, up to its `sync_load_budget_bytes`. `keeps_blocks` is False where blocks are of no use. `lines`
-    are for the log at start.
+    are for the log at start. `in_process`: the stack is in the scheduler's process, not in one of its own; `required`:
+    the engine does not start without that.
     """
 
     stack: StackConfig
@@ -79,6 +88,8 @@ class EnginePlan:
     gpu: TierOptions
     keeps_blocks: bool
     lines: tuple[str, ...] = ()
+    in_process: bool = True
+    required: bool = True
 
 
 def engine_plan(config: OffloadingConfig) -> EnginePlan:
@@ -90,13 +101,49 @@ def engine_plan(config: OffloadingConfig) -> EnginePlan:
     _check_parallel(config)
     described = _stack_config(config)
     known = engine_config(config.engine_id)
-    stack = _for_engine(described, *engine_share(config.parallel, known))
+    in_process = _driver(config.extra_config) == "embedded"
+    stack = _for_engine(described, *(engine_share(config.parallel, known) if in_process else (0, 1)))
     group_ids = tuple(group.group_id for group in config.groups)
     gpu = _gpu_options(described).with_known(urgent_lane=_loads_in_step(config.extra_config))
     named = namespace(config, stack.namespace)
     keeps = continues_after_prefix(known)
     lines = tuple(start_lines(config, known, keeps))
-    return EnginePlan(stack, named, config.engine_id, group_ids, gpu, keeps, lines)
+    required = _is_required(config.extra_config, in_process)
+    return EnginePlan(stack, named, config.engine_id, group_ids, gpu, keeps, lines, in_process, required)
+
+
+def _driver(extra: Mapping[str, Any]) -> str:
+    driver = extra.get(DRIVER_KEY, DRIVERS[0])
+    if driver not in DRIVERS:
+        raise ConfigError(f"must be one of {', '.join(DRIVERS)}", DRIVER_KEY)
+    return str(driver)
+
+
+def _is_required(extra: Mapping[str, Any], in_process: bool) -> bool:
+    """True unless the engine is to start without its stack process. Raises ConfigError for another value."""
+    required = extra.get(REQUIRED_KEY, True)
+    if not isinstance(required, bool):
+        raise ConfigError("must be true or false", REQUIRED_KEY)
+    if in_process and not required:
+        raise ConfigError(f"is of a stack in a process of its own: {DRIVER_KEY}: process", REQUIRED_KEY)
+    return required
+
+
+def engine_identity(plan: EnginePlan) -> Identity:
+    """The engine at its private stack process, which is started unless it is there.
+
+    Raises ConfigError if it cannot be started and is required.
+    """
+    private = None
+    try:
+        private = PrivateStack(plan.stack.model_dump_json(exclude_unset=True), plan.stack.runtime_dir)
+        private.start()
+    except ConfigError as error:
+        if plan.required:
+            raise
+        logging.getLogger(LOGGER).error("the engine goes on without a stack process: %s", error)  # noqa: TRY400
+    path = "" if private is None else private.path
+    return Identity(path, plan.namespace, plan.engine_id, plan.engine_id, private)
 
 
 def _gpu_options(described: StackConfig) -> TierOptions:

@@ -10,13 +10,14 @@ import fcntl
 import os
 import socket
 import stat
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 
-from kvtier.aio.process_lock import keep_from_children, share_with_children
+from kvtier.aio.process_lock import keep_from_children, lock_file, share_with_children
 from kvtier.errors import ResourceError
 
-WAITING_MAX = 16
+WAITING_MAX = 64
 """Connections that wait to be accepted, at most."""
 _IDENTITY_BYTES_MAX = 128
 _TRIES = 8
@@ -25,24 +26,25 @@ _NO_SOCKET = b"other"
 
 @dataclass(slots=True)
 class SocketFile:
-    """A socket that listens at `path`. `fd` is non-blocking. Children that are forked do not have it."""
+    """A socket of type `kind` that listens at `path`. `fd` is non-blocking. Children that are forked do not have it."""
 
     path: str
+    kind: int
     fd: int
     lock: int
     identity: bytes
 
     @classmethod
-    def claim(cls, path: str) -> SocketFile:
-        """Listen at a path. Raises ResourceError if another process does, or the path is not free for another reason.
+    def claim(cls, path: str, kind: int = socket.SOCK_STREAM, wait_seconds: float = 0.0) -> SocketFile:
+        """Listen at a path. Raises ResourceError if another process does, also after a while, or it is not free else.
 
         The call makes file calls, which a disk may hold up.
         """
         try:
-            lock = _lock(path)
+            lock = _lock(path, time.monotonic() + wait_seconds)
             try:
                 _remove_left_behind(path, lock)
-                return _listen(path, lock)
+                return _listen(path, kind, lock)
             except BaseException:
                 if not (os.path.lexists(path) and os.fstat(lock).st_size):  # it says nothing of a socket
                     os.unlink(_lock_path(path))
@@ -51,13 +53,25 @@ class SocketFile:
         except OSError as error:
             raise ResourceError(f"{path}: {error.strerror or error}") from error
 
-    def release(self) -> None:
-        """Remove the socket, unless there is something else at its path, and then the lock."""
+    def accept(self) -> socket.socket:
+        """The next connection. Raises BlockingIOError if none waits."""
+        with _borrowed(self.fd, self.kind) as listening:
+            return listening.accept()[0]
+
+    def withdraw(self) -> None:
+        """Remove the socket, unless there is something else at its path: no process connects any more. Idempotent."""
         with suppress(OSError):
             if _identity(self.path) == self.identity:
                 os.unlink(self.path)
+        if self.fd >= 0:
+            _close(self.fd)
+            self.fd = -1
+
+    def release(self) -> None:
+        """Withdraw the socket, and then let another process claim the path."""
+        self.withdraw()
+        with suppress(OSError):
             os.unlink(_lock_path(self.path))
-        _close(self.fd)
         _unlock(self.lock)
 
 
@@ -65,7 +79,7 @@ def _lock_path(path: str) -> str:
     return f"{path}.lock"
 
 
-def _lock(path: str) -> int:
+def _lock(path: str, deadline: float) -> int:
     """The locked file beside the socket. It may have been removed by its last owner before it was locked: once more."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     for _ in range(_TRIES):
@@ -75,10 +89,10 @@ def _lock(path: str) -> int:
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
                 raise ResourceError(f"{_lock_path(path)} is not a file of this user")
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(fd, deadline)
             if os.path.samestat(found, os.stat(_lock_path(path), follow_symlinks=False)):
                 return fd
-        except BlockingIOError:
+        except TimeoutError:
             _close(fd)
             raise ResourceError(f"{path} is the socket of another stack that runs") from None
         except FileNotFoundError:
@@ -100,12 +114,12 @@ def _remove_left_behind(path: str, lock: int) -> None:
     os.unlink(path)
 
 
-def _listen(path: str, lock: int) -> SocketFile:
-    fd = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK).detach()
+def _listen(path: str, kind: int, lock: int) -> SocketFile:
+    fd = socket.socket(socket.AF_UNIX, kind | socket.SOCK_NONBLOCK).detach()
     keep_from_children(fd)
     try:
         os.fchmod(fd, 0o600)  # before the file exists: Linux gives it the mode of the socket
-        with _borrowed(fd) as listening:
+        with _borrowed(fd, kind) as listening:
             listening.bind(path)
             identity = _identity(path)
             try:
@@ -115,23 +129,17 @@ def _listen(path: str, lock: int) -> SocketFile:
             except BaseException:
                 os.unlink(path)
                 raise
-        return SocketFile(path, fd, lock, identity)
+        return SocketFile(path, kind, fd, lock, identity)
     except BaseException:
         _close(fd)
         raise
 
 
-def accept(fd: int) -> socket.socket:
-    """The next connection to a listening socket. Raises BlockingIOError if none waits."""
-    with _borrowed(fd) as listening:
-        return listening.accept()[0]
-
-
 class _borrowed:
     """A socket object for a descriptor, which stays open. No object keeps it: a forked child closes it by number."""
 
-    def __init__(self, fd: int) -> None:
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, 0, fd)
+    def __init__(self, fd: int, kind: int) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, kind, 0, fd)
 
     def __enter__(self) -> socket.socket:
         return self._socket

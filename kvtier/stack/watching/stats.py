@@ -176,6 +176,7 @@ class StackStats:
     `events_lost` counts keys whose events were discarded because they were not taken in time. `errors` counts
     exceptions that were caught: of tiers, and of the stack itself, whose first one makes every request a miss.
     `hints` is what became of hints. `group_blocks` counts blocks that the engine stored and loaded, by KV cache group.
+    `restarts` counts how often an engine has started its stack process again; 0 for a stack in the engine's process.
     """
 
     tiers: dict[str, TierStats]
@@ -184,6 +185,7 @@ class StackStats:
     errors: int = 0
     hints: HintStats = HintStats()
     group_blocks: dict[str, dict[str, int]] = field(default_factory=dict)
+    restarts: int = 0
 
     @property
     def exceptions(self) -> int:

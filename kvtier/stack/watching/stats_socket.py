@@ -13,7 +13,8 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import cache
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -21,7 +22,7 @@ from pydantic import TypeAdapter
 from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.aio.shielded_wait import wait_done
 from kvtier.errors import KVTierError, ResourceError
-from kvtier.stack.watching.socket_file import SocketFile, accept
+from kvtier.stack.watching.socket_file import SocketFile
 from kvtier.stack.watching.stats import StackStats
 
 _log = logging.getLogger(__name__)
@@ -100,7 +101,7 @@ class StatsSocket:
         assert self._file is not None
         try:
             for _ in range(_ACCEPTED_AT_ONCE):
-                with accept(self._file.fd) as peer:
+                with self._file.accept() as peer:
                     self._answer(peer)
         except (BlockingIOError, ConnectionError):
             return
@@ -151,9 +152,20 @@ def _release_late(claiming: asyncio.Future[SocketFile]) -> None:
         claiming.result().release()
 
 
+def stats_from_document(document: bytes, events_lost: int = 0) -> StackStats:
+    """The figures that a stack process sent as JSON; `events_lost` are those beside its own."""
+    stats: StackStats = _adapter().validate_json(document)
+    return replace(stats, events_lost=stats.events_lost + events_lost)
+
+
+@cache
+def _adapter() -> TypeAdapter[StackStats]:
+    return TypeAdapter(StackStats)
+
+
 def stats_from_json(document: Mapping[str, Any]) -> StackStats:
     """The figures of a document. What this version does not know is left out, what it lacks is zero.
 
     Raises KeyError, TypeError or ValueError for what is no document of a stats socket.
     """
-    return TypeAdapter(StackStats).validate_python(document["stats"])
+    return _adapter().validate_python(document["stats"])

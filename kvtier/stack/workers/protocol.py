@@ -42,7 +42,7 @@ class Message(BaseModel):
     )
 
 
-class Hello(Message):
+class WorkerHello(Message):
     """The coordinator's first message: what both sides must agree on before the first job."""
 
     worker: int
@@ -52,8 +52,8 @@ class Hello(Message):
     namespace: str
 
 
-class Welcome(Message):
-    """The worker's answer to `Hello`. With a reason in `refused` it takes no job."""
+class WorkerWelcome(Message):
+    """The worker's answer to `WorkerHello`. With a reason in `refused` it takes no job."""
 
     capacity_bytes: int = 0
     mode: Text = ""
@@ -61,7 +61,7 @@ class Welcome(Message):
 
 
 class Call(Message):
-    """A job that the worker executes. `method` says which method of its tier; `sequence` returns in the `Answer`.
+    """A job that the worker executes. `method` says which method of its tier; `sequence` returns in the `WorkerAnswer`.
 
     A group is its index, its rows and generations, and the blocks, firsts, counts and GPU blocks of its runs.
     """
@@ -100,7 +100,7 @@ class Call(Message):
         return TransferJob(JobId(self.job_id), self.kind, tuple(groups), self.deadline, self.epoch)
 
 
-class Answer(Message):
+class WorkerAnswer(Message):
     """End of a call: for each group the runs of equal outcomes, or why the worker refused the job."""
 
     sequence: int
@@ -110,10 +110,10 @@ class Answer(Message):
     refused: Text | None = None
 
     @staticmethod
-    def of(sequence: int, result: JobResult) -> Answer:
+    def of(sequence: int, result: JobResult) -> WorkerAnswer:
         """The answer for a job that has ended."""
         runs = [[(len(list(run)), outcome) for outcome, run in groupby(group)] for group in result.outcomes]
-        return Answer.model_construct(
+        return WorkerAnswer.model_construct(
             sequence=sequence, outcomes=runs, bytes_moved=result.bytes_moved, seconds=result.seconds
         )
 

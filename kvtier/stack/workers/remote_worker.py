@@ -1,6 +1,6 @@
 """Tensor parallelism: the CPU tier's copies run in the processes that own the GPUs.
 
-The coordinator holds one `WorkerLink` for each worker process and treats it as that worker's GPU tier. In the worker
+The coordinator holds one `RemoteWorker` for each worker process and treats it as that worker's GPU tier. In the worker
 process `serve_worker` executes the jobs on a real GPU tier that is opened on the same shared region. Only places
 travel over the socket; the bytes go through the region.
 """
@@ -19,7 +19,7 @@ from pydantic import Field
 from kvtier.aio.shielded_wait import shielded_wait
 from kvtier.errors import ConfigError, KVTierError, ResourceError, UsageError
 from kvtier.options import Seconds, TierOptions
-from kvtier.stack.workers.protocol import Answer, Call, Hello, Welcome, encode, read_message
+from kvtier.stack.workers.protocol import Call, WorkerAnswer, WorkerHello, WorkerWelcome, encode, read_message
 from kvtier.tier.contract import LoadStore, Opened, TierContext
 from kvtier.types.jobs import DropReason, JobKind, JobResult, TransferJob, dropped, failed
 from kvtier.types.keys import GPU, Medium
@@ -39,7 +39,7 @@ class WorkerLinkOptions(TierOptions):
     close_timeout_seconds: Seconds = Field(default=5.0, description="how long closing waits for jobs in flight")
 
 
-class WorkerLink(LoadStore):
+class RemoteWorker(LoadStore):
     """A worker process, as the coordinator sees it: a GPU tier whose jobs run over there.
 
     Calls end when the worker has answered, also when cancelled, because its copies go on. When the connection is lost,
@@ -77,7 +77,7 @@ class WorkerLink(LoadStore):
             async with asyncio.timeout(self.options.open_timeout_seconds):
                 reader, self._writer = await asyncio.open_connection(sock=self._sock)
                 self._writer.write(encode(hello))
-                welcome = await read_message(reader, Welcome)
+                welcome = await read_message(reader, WorkerWelcome)
             if welcome.refused:
                 raise ConfigError(f"worker {context.worker} refuses: {welcome.refused}")
         except BaseException as error:
@@ -131,7 +131,7 @@ class WorkerLink(LoadStore):
         reason = errno.ECONNRESET
         try:
             while True:
-                self._complete(await read_message(reader, Answer))
+                self._complete(await read_message(reader, WorkerAnswer))
         except (OSError, EOFError):
             pass
         except UsageError as error:
@@ -140,7 +140,7 @@ class WorkerLink(LoadStore):
         finally:
             self._lose(reason)
 
-    def _complete(self, message: Answer) -> None:
+    def _complete(self, message: WorkerAnswer) -> None:
         """Record an answer. Raises UsageError for one that does not fit its job."""
         if message.sequence not in self._calls:
             self.late_answers += 1
@@ -180,12 +180,12 @@ async def serve_worker(sock: socket.socket, store: LoadStore, context: TierConte
     reader, writer = await asyncio.open_connection(sock=sock)
     jobs: set[asyncio.Task[None]] = set()
     try:
-        theirs, ours = await read_message(reader, Hello), _hello(context)
+        theirs, ours = await read_message(reader, WorkerHello), _hello(context)
         if theirs != ours:
-            names = [name for name in Hello.model_fields if getattr(theirs, name) != getattr(ours, name)]
-            writer.write(encode(Welcome(refused=f"it differs from the coordinator in {', '.join(names)}")))
+            names = [name for name in WorkerHello.model_fields if getattr(theirs, name) != getattr(ours, name)]
+            writer.write(encode(WorkerWelcome(refused=f"it differs from the coordinator in {', '.join(names)}")))
             return
-        writer.write(encode(Welcome(capacity_bytes=opened.capacity_bytes, mode=opened.mode)))
+        writer.write(encode(WorkerWelcome(capacity_bytes=opened.capacity_bytes, mode=opened.mode)))
         while True:
             call = await read_message(reader, Call)
             task = asyncio.create_task(_execute(store, writer, call, call.job()))
@@ -207,21 +207,21 @@ async def _execute(store: LoadStore, writer: asyncio.StreamWriter, call: Call, j
     """Run one job and answer; a coordinator that is gone by then gets no answer."""
     try:
         result = await (store.load(job) if call.method is JobKind.LOAD else store.store(job))
-        answer = Answer.of(call.sequence, result)
+        answer = WorkerAnswer.of(call.sequence, result)
     except KVTierError as error:
-        answer = Answer(sequence=call.sequence, refused=str(error))
+        answer = WorkerAnswer(sequence=call.sequence, refused=str(error))
     except Exception:
         _log.exception("a job failed in the worker")
-        answer = Answer.of(call.sequence, JobResult.uniform(job, failed(errno.EIO)))
+        answer = WorkerAnswer.of(call.sequence, JobResult.uniform(job, failed(errno.EIO)))
     with contextlib.suppress(ConnectionError):
         writer.write(encode(answer))
         await writer.drain()
 
 
-def _hello(context: TierContext) -> Hello:
+def _hello(context: TierContext) -> WorkerHello:
     if context.rows is None:
         raise UsageError("workers share the region's rows; open them after the region")
-    return Hello(
+    return WorkerHello(
         worker=context.worker,
         world_size=context.geometry.world_size,
         num_rows=context.rows.num_rows,

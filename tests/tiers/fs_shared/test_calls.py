@@ -19,7 +19,7 @@ from support_fs import keys, layout
 from kvtier.errors import KVTierError
 from kvtier.testing.trace import leaving_no_trace
 from kvtier.types.jobs import LOADED, MISSING, PRESENT, STORED, BlockStatus, failed
-from kvtier_fs.shared.leases import Leases, this_process
+from kvtier_fs.shared.leases import FolderLeases, this_process
 
 CAPACITY = 240 << 10
 LIMIT = 5000
@@ -44,7 +44,7 @@ def leave_a_dead_process(root: Path, holder) -> None:
     root.chmod(0o700)
     fd = os.open(root / "leases", os.O_RDONLY | os.O_DIRECTORY)
     try:
-        Leases(fd, "d" * 16, holder, float, 60).take()
+        FolderLeases(fd, "d" * 16, holder, float, 60).take()
     finally:
         os.close(fd)
     (root / "bucket-00" / f"new-{'d' * 16}-1").write_bytes(bytes(8192))

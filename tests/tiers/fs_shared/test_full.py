@@ -16,7 +16,7 @@ from kvtier.types.jobs import LOADED, PRESENT, STORED, DropReason, dropped
 from kvtier_fs.io.contract import IOKind
 from kvtier_fs.shared import bucket as bucket_module
 from kvtier_fs.shared import usage as account_module
-from kvtier_fs.shared.leases import Leases
+from kvtier_fs.shared.leases import FolderLeases
 from kvtier_fs.shared.root import FilesHooks
 
 FULL = dropped(DropReason.DISK_FULL)
@@ -278,12 +278,12 @@ async def test_a_reset_and_a_new_namespace_find_room_on_a_full_disk(tmp_path):
 
 
 async def test_a_new_root_on_a_full_disk_says_so(tmp_path, monkeypatch):
-    def full(leases: Leases) -> None:
+    def full(leases: FolderLeases) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     (tmp_path / "root" / "bucket-00").mkdir(parents=True)  # its superblock was removed, its buckets were not
     (tmp_path / "root").chmod(0o700)
-    monkeypatch.setattr(Leases, "take", full)
+    monkeypatch.setattr(FolderLeases, "take", full)
     with pytest.raises(RootError, match="the disk is full"):
         async with open_files(options(tmp_path / "root")):
             pass

@@ -18,7 +18,7 @@ from support_fs import keys
 
 from kvtier.types.jobs import LOADED, STORED
 from kvtier_fs.shared.folder import TreeFolder
-from kvtier_fs.shared.leases import Holder, Leases, this_process
+from kvtier_fs.shared.leases import FolderLeases, Holder, this_process
 from kvtier_fs.shared.root import FilesHooks
 
 ME = this_process()
@@ -41,9 +41,9 @@ def folder(tmp_path):
     os.close(fd)
 
 
-def lease(folder: int, number: int, holder: Holder, clock: Clock) -> Leases:
+def lease(folder: int, number: int, holder: Holder, clock: Clock) -> FolderLeases:
     """A lease somebody took."""
-    taken = Leases(folder, f"{number:016x}", holder, clock, seconds=60)
+    taken = FolderLeases(folder, f"{number:016x}", holder, clock, seconds=60)
     taken.take()
     return taken
 

@@ -28,7 +28,7 @@ from kvtier_fs.format.tree_records import (
 )
 from kvtier_fs.roots import root_tier
 from kvtier_fs.shared.folder import TreeFolder
-from kvtier_fs.shared.leases import Holder, Leases, decode_holder, this_process
+from kvtier_fs.shared.leases import FolderLeases, Holder, decode_holder, this_process
 
 MOST = 2**64 - 1
 BEYOND = (2**63 - 1, 2**63, MOST - 1, MOST)
@@ -183,7 +183,7 @@ async def test_a_root_whose_lease_cannot_be_removed_is_left_nevertheless(tmp_pat
     monkeypatch.setattr(TreeFolder, "leave", lambda self: (left.append(self.path), leave(self))[1])
     async with open_files(options(tmp_path / "root")) as tier:
         await tier.store(keys(4))
-        monkeypatch.setattr(Leases, "remove", broken)
+        monkeypatch.setattr(FolderLeases, "remove", broken)
         with pytest.raises(ValueError, match="a number does not fit"):
             await tier.backend.close()
     assert left == [str(tmp_path / "root")]

@@ -22,7 +22,7 @@ from kvtier_fs.io.contract import IOKind
 from kvtier_fs.shared import block_file
 from kvtier_fs.shared import bucket as bucket_module
 from kvtier_fs.shared.folder import names_in, with_lock
-from kvtier_fs.shared.leases import Leases, this_process
+from kvtier_fs.shared.leases import FolderLeases, this_process
 from kvtier_fs.shared.root import FilesHooks
 from kvtier_fs.shared.usage import BucketUsage
 
@@ -230,7 +230,7 @@ def leave_wrong(root: Path, tier, more: int) -> tuple[str, int]:
     done.wait()
     folder = os.open(root / "leases", os.O_RDONLY | os.O_DIRECTORY)
     try:
-        lease = Leases(folder, f"{done.pid:016x}", replace(this_process(), pid=done.pid), float, 60)
+        lease = FolderLeases(folder, f"{done.pid:016x}", replace(this_process(), pid=done.pid), float, 60)
         lease.take()
     finally:
         os.close(folder)

@@ -75,7 +75,7 @@ class StoredPrefixes:
         for position, tokens in self._full.items():
             first = reached // tokens
             keys = groups[position].offload_keys[first : junction // tokens]
-            junction = min(junction, (first + self._scheduler.manager.stored_prefix(keys)) * tokens)
+            junction = min(junction, (first + self._scheduler.manager.stored_prefix(request.request_id, keys)) * tokens)
         return junction
 
 

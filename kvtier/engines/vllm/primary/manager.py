@@ -6,14 +6,13 @@ step ends. Later scans are answered from the reservation. The keys that a shared
 up then too, all of a request at once.
 """
 
-import dataclasses
 import errno
 import logging
 import time
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import partial
 from itertools import groupby
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import LookupResult as Answer
@@ -28,14 +27,11 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvtier.config import stack_parts
-from kvtier.engines.digests import Confirmation
 from kvtier.engines.vllm.adapters import content_in_keys
 from kvtier.engines.vllm.compat import LOGGER
-from kvtier.engines.vllm.identity import measure, refine
 from kvtier.engines.vllm.metrics import Meter
-from kvtier.engines.vllm.primary.inflight_copies import InflightCopies
-from kvtier.engines.vllm.primary.model_weights import EngineWeights, Verdict
+from kvtier.engines.vllm.primary.client_driver import ClientDriver
+from kvtier.engines.vllm.primary.embedded import EmbeddedDriver
 from kvtier.engines.vllm.primary.request_hints import RequestHints, request_info
 from kvtier.engines.vllm.primary.router_events import RouterEvents
 from kvtier.engines.vllm.primary.served_requests import (
@@ -44,31 +40,21 @@ from kvtier.engines.vllm.primary.served_requests import (
     ServedRequest,
     hashes_per_block,
     known_keys,
+    prompt_keys,
     requests_in_contexts,
-    reserved_answer,
 )
 from kvtier.engines.vllm.primary.unserved import UnservedRequests, ends_alone
 from kvtier.engines.vllm.primary.wire import RowsSpec, rows_spec
 from kvtier.engines.vllm.settings import SHARED_PREFIXES_KEY, EnginePlan, GroupIds
-from kvtier.errors import IntegrityError, ResourceError
-from kvtier.stack import EngineStack
+from kvtier.errors import IntegrityError
 from kvtier.stack.request import StackRequest
-from kvtier.stack.workers.engine_copier import EngineCopies
-from kvtier.tier.contract import HasWords, LookupResult, ProvidesRows
+from kvtier.tier.contract import LookupResult
 from kvtier.types.gpu_runs import GPURuns
-from kvtier.types.jobs import GPUGroup, JobKind, TransferJob
-from kvtier.types.keys import OffloadKey, RequestId, key_group
+from kvtier.types.jobs import GPUGroup
+from kvtier.types.keys import OffloadKey, key_group
 
 PATIENCE_SECONDS = 1.0
 """How long a store waits for rows that are about to be free before it takes what there is."""
-RESET_SECONDS = 5.0
-STORE_SECONDS = 60.0
-IDLE_SECONDS = 0.002
-
-REPLACED = {
-    Verdict.CHANGED: "the weights were replaced since the engine has started",
-    Verdict.UNKNOWN: "the weights may have been replaced since the engine has started",
-}
 
 _NOT_STORED = (LookupResult.MISS, LookupResult.RETRY)
 _ANSWERS = {result: Answer[result.name] for result in LookupResult}
@@ -78,9 +64,6 @@ _log = logging.getLogger(__name__)
 class KVTierManager(OffloadingManager):  # type: ignore[misc]
     """Answers vLLM from a stack. Called by the scheduler's thread alone; no call but `reset_cache` and `shutdown`
     waits for I/O.
-
-    A hit is reported only for a block whose verified bytes are in a row. It needs no lease until the end of the step,
-    because between a request's scan and its load no delivery is recorded and no row is evicted.
     """
 
     def __init__(self, plan: EnginePlan, config: OffloadingConfig) -> None:
@@ -89,46 +72,28 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         self._factor = layout.block_size_factor
         self._num_groups = len(layout.groups)
         self._ids = GroupIds(plan.group_ids)
-        copiers = [EngineCopies() for _ in range(layout.world_size)]
-        parts = stack_parts(plan.stack, plan.namespace, workers=copiers)
-        events_max = parts.settings.events_max if config.enable_kv_cache_events else 0
-        settings = dataclasses.replace(parts.settings, store_timeout_seconds=STORE_SECONDS, events_max=events_max)
-        parts = dataclasses.replace(parts, engine_id=plan.engine_id, settings=settings, operator_log=LOGGER)
-        self._confirmation = Confirmation()
-        named = partial(refine, confirmation=self._confirmation)
-        self._stack = EngineStack(dataclasses.replace(parts, refine=named, measure=measure))
-        self._engine = self._stack.engine
-        self._events = RouterEvents(self._stack, self._ids, config)
         self._requests: defaultdict[str, RequestState] = defaultdict(RequestState)
         self._scanned: dict[str, RequestState] = {}
         self._reserved: dict[str, StackRequest] = {}
         self._in_step = False
         self._keeps_blocks = plan.keeps_blocks
-        self._stale = False  # rows are of weights before; vLLM still has to report copies of them
-        self._held_back = False
-        self._durable = True  # the last reset holds over a crash
         self._meter = Meter()
-        ends = ends_alone(plan.lines, config.extra_config.get(SHARED_PREFIXES_KEY, True))
-        self._unserved = UnservedRequests(self._stack.stats, self._num_groups, ends)
-        self._chooses = settings.chooses
-        served = requests_in_contexts()
-        self._prefills = Prefills(self._engine.prompt_computed) if settings.measures_prefill and served else None
-        self._records = plan.stack.record is not None and served
-        self._hints = RequestHints(self._stack.hint)
         self._adapters = content_in_keys(self)
         try:
-            self._stack.open()
-            self._follows = self._engine.follows_requests and served
+            driver = EmbeddedDriver if plan.in_process else ClientDriver
+            self._driver: Any = driver(plan, config.enable_kv_cache_events)
         except BaseException:
             self._adapters.release(self)
-            self._confirmation.close()
             raise
-        cpu = parts.tiers[0]
-        assert isinstance(cpu, ProvidesRows)
-        assert isinstance(cpu.rows, HasWords)
-        self._rows = cpu.rows
-        self._copies = InflightCopies(cpu.rows, copiers, layout.num_copies)
-        self._weights = EngineWeights(cpu.rows.words)
+        self._served = served = requests_in_contexts()
+        self._events = RouterEvents(self._driver, self._ids, config)
+        ends = ends_alone(plan.lines, config.extra_config.get(SHARED_PREFIXES_KEY, True))
+        self._unserved = UnservedRequests(self._driver.stats, self._num_groups, ends)
+        self._chooses = self._driver.chooses
+        measures = self._driver.measures_prefill and served
+        self._prefills = Prefills(self._driver.prompt_computed) if measures else None
+        self._records = plan.stack.record is not None and served
+        self._hints = RequestHints(self._driver.hint)
         for line in plan.lines:
             logging.getLogger(LOGGER).warning(line)
 
@@ -139,6 +104,10 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         if self._prefills is not None:
             self._prefills.arrived(req_context.req_id, req_context.get_state(ServedRequest))
         self._hints.arrived(req_context)
+        served = req_context.get_state(ServedRequest)
+        if served is not None and self._keeps_blocks:
+            info, keys = request_info(req_context), prompt_keys(served, self._config)
+            self._requests[req_context.req_id].request = self._driver.arrived(req_context.req_id, info, keys)
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> Answer:
@@ -149,18 +118,18 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         own = self._ids.to_kvtier(key)
         if state.request is None:
             self._begin_request(req_context, state)
-            if self._follows:
-                self._announce(req_context, state)
-        if self._stale or not self._keeps_blocks:
+        if self._follows and not state.announced:
+            self._announce(req_context, state)
+        if not (self._driver.serves and self._keeps_blocks):
             return Answer.MISS
         if request_id in self._reserved:
             reservation = self._reserved[request_id].reservation
             if reservation is not None and not reservation.served:
                 return _ANSWERS[state.waiting(own, req_context.get_offload_key_position(key))]
-            answer = None if reservation is None else reserved_answer(reservation, own)
+            answer = None if reservation is None else reservation.answer(own)
             if answer is not None:
                 return _ANSWERS[answer]
-        result = self._stack.lookup((own,), ask=False)[0]
+        result = self._driver.look_up_one(state.request, own)
         if state.computes and result is not LookupResult.HIT:
             return Answer.MISS
         if result is not LookupResult.MISS:
@@ -168,12 +137,17 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         return _ANSWERS[result]
 
     def _begin_request(self, req_context: ReqContext, state: RequestState) -> StackRequest:
-        state.request = self._stack.request(RequestId(req_context.req_id), info=request_info(req_context))
+        state.request = self._driver.request(req_context.req_id, request_info(req_context))
         return state.request
 
-    def stored_prefix(self, keys: Sequence[OffloadKey]) -> int:
+    @property
+    def _follows(self) -> bool:
+        """True if policies follow requests."""
+        return self._driver.follows and self._served
+
+    def stored_prefix(self, request_id: str, keys: Sequence[OffloadKey]) -> int:
         """Count the keys of one group that are stored, up to the first that is not. No answer is waited for."""
-        found = self._stack.lookup([self._ids.to_kvtier(key) for key in keys], ask=False)
+        found = self._driver.look_up(self._requests[request_id].request, [self._ids.to_kvtier(key) for key in keys])
         ends = (number for number, result in enumerate(found) if result in _NOT_STORED)
         return next(ends, len(found))
 
@@ -198,19 +172,19 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> RowsSpec:
         """Pin the rows of keys that were hits in this step. Raises IntegrityError if one no longer is."""
         order = [self._ids.to_kvtier(key) for key in keys]
-        placed = self._place(JobKind.LOAD, order, self._requests[req_context.req_id].request)
+        state = self._requests[req_context.req_id]
+        assert state.request is not None
+        placed = self._driver.begin_load(state.request, self._groups(order))
         if placed is None or placed.num_blocks != len(order):
             raise IntegrityError(f"request {req_context.req_id} was promised blocks that are not there")
-        self._copies.issue((req_context.req_id,), placed)
         self._events.used(order)
-        state = self._requests[req_context.req_id]
         state.refused_since, state.loaded = None, True
         self._reserved.pop(req_context.req_id, None)
-        return rows_spec(placed.gpu_groups, self._num_groups, stamped=False)
+        return rows_spec(placed.gpu_groups, self._num_groups, self._driver.name(placed), stamped=False)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Every worker has copied: the rows are unpinned."""
-        self._copies.end((req_context.req_id,))
+        self._driver.end_load(req_context.req_id)
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         """Rows for the blocks that have none, in the order of the keys; None while too few are free.
@@ -221,32 +195,33 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         state = self._requests[req_context.req_id]
         if self._follows:
             self._announce(req_context, state)
-        wanted = self._keeps_blocks and not self._stale and self._adapters.storable(req_context.req_id)
+        if self._driver.will_serve and self._may_wait(req_context.req_id):
+            return None
+        wanted = self._keeps_blocks and self._driver.serves and self._adapters.storable(req_context.req_id)
         offered = [self._ids.to_kvtier(key) for key in keys] if wanted else []
-        new, room = self._engine.storable(offered)
+        new, room = self._driver.storable(state.request, offered)
         if len(new) > room and not self._in_step:
             # vLLM 0.33 ends a step after its stores. Without lookups nothing was recorded since the step before.
             self._turn()
-            new, room = self._engine.storable(offered)
+            new, room = self._driver.storable(state.request, offered)
         if len(new) > room:
             if not room or self._may_wait(req_context.req_id):
                 return None
             new = new[:room]
-        placed = self._place(JobKind.STORE, new) if new else None
+        placed = self._driver.begin_store(self._groups(new), self._adapters.used) if new else None
         groups = placed.gpu_groups if placed is not None else ()
         stored = [key for group in groups for key in group.keys]
         if placed is not None:
-            self._copies.issue(stored, placed)
             self._events.used(stored)
             self._hints.stored(req_context.req_id, stored)
-        spec = rows_spec(groups, self._num_groups, stamped=True)
+        spec = rows_spec(groups, self._num_groups, self._driver.name(placed), stamped=True)
         return PrepareStoreOutput([self._ids.to_vllm(key) for key in stored], spec, [])
 
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
-        """Every worker has ended. Which rows are complete is read from the workers' stamps, not from `success`."""
+        """Every worker has ended. `success` is not what says which rows are complete."""
         reason = 0 if self._adapters.storable(req_context.req_id) else errno.ESTALE
         stored = list(map(self._ids.to_kvtier, keys))
-        self._copies.end(stored, reason)
+        self._driver.end_store(stored, reason)
         self._events.unsure(stored)
 
     def _may_wait(self, request_id: str) -> bool:
@@ -255,16 +230,14 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
             state.refused_since = now
         return now < state.refused_since + PATIENCE_SECONDS
 
-    def _place(
-        self, kind: JobKind, keys: Sequence[OffloadKey], request: StackRequest | None = None
-    ) -> TransferJob | None:
-        """The placed job. Its runs are placeholders: vLLM sends the GPU blocks to its workers itself."""
+    def _groups(self, keys: Sequence[OffloadKey]) -> list[GPUGroup]:
+        """The groups of a copy. Their runs are placeholders: vLLM sends the GPU blocks to its workers itself."""
         groups = []
         for group, members in groupby(sorted(keys, key=key_group), key_group):
             names = tuple(members)
             runs = GPURuns.whole(range(len(names) * self._factor), self._factor)
             groups.append(GPUGroup(group, names, runs))
-        return self._engine.place(self._stack.job(kind, groups), request)
+        return groups
 
     # -- the step ------------------------------------------------------------------------------------------------
 
@@ -275,16 +248,8 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
             self._turn()
 
     def _turn(self) -> None:
-        if self._weights.loaded():
-            self._stale = True
-            self._hold_back(REPLACED[Verdict.CHANGED])
-        if self._confirmation.refutation():
-            self._stale = True
-        if self._stale and not self._copies.reported:
-            self._reset()
-            self._distrust_samples()
-        self._copies.poll()
-        self._stack.step()
+        if self._driver.turn():
+            self._on_reset()
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """Reserve what this step's requests wait for; end the leases of those that no longer look keys up.
@@ -296,6 +261,12 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
             self._prefills.step(context.new_req_ids, context.preempted_req_ids)
         for request_id in context.new_req_ids:
             self._end_leases(request_id)
+        if self._scanned or self._reserved:
+            self._reserve_scanned()
+        self._turn()
+        self._in_step = False
+
+    def _reserve_scanned(self) -> None:
         for request_id, state in self._scanned.items():
             asked_before = bool(state.chain)
             self._ask(state)
@@ -308,15 +279,13 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         for state in self._scanned.values():
             state.end_step(self._num_groups)
         self._scanned.clear()
-        self._turn()
-        self._in_step = False
 
     def _ask(self, state: RequestState) -> None:
         """Look up all unknown keys of a request at once. They stay the same while answers come in, so that the lookups
         of prefix probing end in the time for one."""
         if not state.unknown.keys() <= state.chain.keys():
             state.chain = state.unknown
-        if state.chain and LookupResult.RETRY not in self._stack.lookup(list(state.chain)):
+        if state.chain and LookupResult.RETRY not in self._driver.look_up(state.request, list(state.chain), ask=True):
             state.chain = {}
 
     def _reserve(self, request_id: str, state: RequestState) -> None:
@@ -369,9 +338,9 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
 
         vLLM calls it in a loop when no request is left. A short wait here keeps that loop from using a whole core.
         """
-        if not (self._stack.has_pending_work or self._copies.forgotten or self._events.waiting):
-            return self._meter.to_read()
-        self._stack.wait(IDLE_SECONDS)
+        if not (self._driver.has_pending_work or self._events.waiting):
+            return bool(self._driver.rest(self._meter))
+        self._driver.wait()
         return True
 
     # -- the rest ------------------------------------------------------------------------------------------------
@@ -382,59 +351,37 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """Figures of every tier, once a second."""
-        return self._meter.read(self._stack.stats)
+        figures: OffloadingConnectorStats | None = self._driver.figures(self._meter)
+        return figures
 
     def reset_cache(self) -> None:
         """Nothing stored before is served any more, also after a crash. Where the weights may be others than those at
         the start, which name what is on disk, the lower tiers are not used any more.
-
-        Rows that workers still copy are not reused until those copies have ended.
         """
-        self._copies.forget()
-        self._reset()
-        verdict = Verdict.CHANGED if self._weights.loaded() else self._weights.compare(RESET_SECONDS)
-        if verdict is not Verdict.UNCHANGED:
-            self._hold_back(REPLACED[verdict])
+        self._driver.reset()
+        self._on_reset()
 
-    def _hold_back(self, reason: str) -> None:
-        """The lower tiers are named by the weights that the engine has started with."""
-        if not self._held_back:
-            self._held_back = True
-            self._engine.hold_back(reason)
-
-    def _distrust_samples(self) -> None:
-        """After a reset: what was stored in the name of other weights is gone, and the lower tiers are held back."""
-        if self._durable and (reason := self._confirmation.refutation()):
-            self._hold_back(f"the weights are not those that samples of them showed: {reason}")
-            self._confirmation.accept()
-
-    def _reset(self) -> None:
-        self._stale = False
+    def _on_reset(self) -> None:
+        """Forget all leases: they are void."""
         for request_id in list(self._reserved):
             self._end_leases(request_id)
         self._scanned.clear()
-        try:
-            self._stack.reset(RESET_SECONDS)
-            self._durable = True
-        except ResourceError as error:
-            self._durable = False
-            _log.error("a reset of the cache holds in memory, but not yet over a crash: %s", error)
 
     def on_reset_flushed(self) -> None:
         """The workers have ended every copy from before the last reset. Called by vLLM 0.33."""
-        self._copies.end_forgotten()
+        self._driver.on_reset_flushed()
 
     def config_info(self) -> Sequence[Mapping[str, str | int | float | bool]]:
         """The size of the CPU tier, for `vllm:kv_offload_config_info`. Called by vLLM 0.33."""
         from vllm.v1.kv_offload.cpu.common import CPUOffloadingInfo
 
-        return [CPUOffloadingInfo.from_config(self._config, self._rows.num_rows, self._rows.row_bytes).as_config_info()]
+        if not self._driver.num_rows:
+            return []  # there is no stack process
+        return [
+            CPUOffloadingInfo.from_config(self._config, self._driver.num_rows, self._driver.row_bytes).as_config_info()
+        ]
 
     def shutdown(self) -> None:
         """Drain what is queued for lower tiers within the deadline, and log what was dropped."""
-        if self._confirmation.refutation():
-            self._reset()
-            self._distrust_samples()
-        self._confirmation.close()
         self._adapters.release(self)
-        self._stack.close()
+        self._driver.close()

@@ -9,7 +9,7 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from enum import IntEnum
 from typing import Any
@@ -45,19 +45,22 @@ class Verdict(IntEnum):
     UNCHANGED = 2
 
 
-class WorkerWeights:
-    """The weights of one worker's models. `words` are the worker's own, `asked` those of the coordinator.
+REPLACED = {
+    Verdict.CHANGED: "the weights were replaced since the engine has started",
+    Verdict.UNKNOWN: "the weights may have been replaced since the engine has started",
+}
+
+
+class ModelWeights:
+    """The weights of one worker's models. `on_load` is called when a model loads some, by the thread that does.
 
     Memory that can be taken away while it is read is not read: `readable` is False then.
     """
 
-    def __init__(self, models: Sequence[nn.Module], words: Words, asked: Words, *, readable: bool) -> None:
+    def __init__(self, models: Sequence[nn.Module], on_load: Callable[[], None], *, readable: bool) -> None:
         self._models = models if readable else ()
-        self._words = words
-        self._asked = asked
+        self._on_load = on_load
         self._thread = DaemonPool("kvtier-weights", 1)
-        self._posted = SharedSemaphore(words[_ASKED].view(np.uint8), new=True)
-        self._released = False
         self._first: asyncio.Task[bytes | None] | None = None
         self._undo = ExitStack()
         for model in models:
@@ -70,7 +73,7 @@ class WorkerWeights:
 
         @functools.wraps(load)
         def load_weights(*given: Any, **named: Any) -> Any:
-            self._words[_LOADS] += np.uint64(1)
+            self._on_load()
             return load(*given, **named)
 
         vars(model)["load_weights"] = load_weights  # of this instance; the class keeps its own
@@ -85,21 +88,14 @@ class WorkerWeights:
         if any(tensor.device.type != "cpu" for _, tensor in _tensors(self._models)):
             await self._first
 
-    async def answer(self) -> None:
-        """Answer the coordinator's questions until `release`; in between the thread sleeps.
-
-        No call of the engine could answer: an idle one makes none, and a reset may wait on the very thread that calls.
-        """
+    async def compare(self) -> Verdict:
+        """Compare the memory of now with that of the start."""
         assert self._first is not None
         first = await self._first
-        while not self._released:
-            await self._thread.run(self._posted.wait)
-            if self._released:
-                return
-            question = int(self._asked[_QUESTION])
-            now = None if first is None else await self._checksum()
-            verdict = Verdict.UNCHANGED if now == first else Verdict.CHANGED
-            self._words[_ANSWER] = len(Verdict) * question + (Verdict.UNKNOWN if now is None else verdict)
+        now = None if first is None else await self._checksum()
+        if now is None:
+            return Verdict.UNKNOWN
+        return Verdict.UNCHANGED if now == first else Verdict.CHANGED
 
     async def _checksum(self) -> bytes | None:
         """None if there are no models, or they cannot be read."""
@@ -112,11 +108,40 @@ class WorkerWeights:
             return None
 
     def release(self) -> None:
-        """Give the models their methods back, and end the thread that waits for questions."""
+        """Give the models their methods back, and end the thread."""
         self._undo.close()
+        self._thread.shutdown()
+
+
+class WorkerWeights(ModelWeights):
+    """Answers the coordinator by words of memory. `words` are the worker's own, `asked` those of the coordinator."""
+
+    def __init__(self, models: Sequence[nn.Module], words: Words, asked: Words, *, readable: bool) -> None:
+        self._words = words
+        self._asked = asked
+        self._posted = SharedSemaphore(words[_ASKED].view(np.uint8), new=True)
+        self._released = False
+        super().__init__(models, self._count, readable=readable)
+
+    def _count(self) -> None:
+        self._words[_LOADS] += np.uint64(1)
+
+    async def answer(self) -> None:
+        """Answer the coordinator's questions until `release`; in between the thread sleeps.
+
+        No call of the engine could answer: an idle one makes none, and a reset may wait on the very thread that calls.
+        """
+        while not self._released:
+            await self._thread.run(self._posted.wait)
+            if not self._released:
+                question = int(self._asked[_QUESTION])
+                self._words[_ANSWER] = len(Verdict) * question + await self.compare()
+
+    def release(self) -> None:
+        """Give the models their methods back, and end the thread that waits for questions."""
         self._released = True
         self._posted.post()
-        self._thread.shutdown()
+        super().release()
 
 
 class EngineWeights:

@@ -14,7 +14,7 @@ from vllm.v1.kv_offload.base import ReqContext
 
 from kvtier.engines.vllm.compat import LOGGER
 from kvtier.engines.vllm.primary.served_requests import ServedRequest
-from kvtier.types.hints import Demote, HintResult, KVHint, Pin, Prefetch, Release, Retain
+from kvtier.types.hints import Demote, KVHint, Pin, Prefetch, Release, Retain
 from kvtier.types.keys import OffloadKey
 from kvtier.types.requests import RequestInfo
 
@@ -73,7 +73,7 @@ class RequestHints:
     What is retained is so from the moment it is stored. The time counts anew from the end of the request.
     """
 
-    def __init__(self, hint: Callable[[KVHint], HintResult]) -> None:
+    def __init__(self, hint: Callable[[KVHint], object]) -> None:
         self._hint = hint
         self._wishes: dict[str, list[_Wish]] = {}
         self.unreadable = 0

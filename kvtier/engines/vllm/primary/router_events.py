@@ -14,9 +14,9 @@ from typing import Any
 from vllm.v1.kv_offload.base import Locality, Medium, OffloadingEvent
 from vllm.v1.kv_offload.config import OffloadingConfig
 
+from kvtier.engines.vllm.primary.client_driver import ClientDriver
+from kvtier.engines.vllm.primary.embedded import EmbeddedDriver
 from kvtier.engines.vllm.settings import GroupIds, one_hash_per_key
-from kvtier.stack import EngineStack
-from kvtier.tier.contract import LookupResult
 from kvtier.types import events
 from kvtier.types.keys import CPU, OffloadKey
 
@@ -36,9 +36,8 @@ class RouterEvents:
     place to routers, and what a tier removes is published once more while another one has it.
     """
 
-    def __init__(self, stack: EngineStack, ids: GroupIds, config: OffloadingConfig) -> None:
-        self._stack = stack
-        self._engine = stack.engine
+    def __init__(self, driver: EmbeddedDriver | ClientDriver, ids: GroupIds, config: OffloadingConfig) -> None:
+        self._driver = driver
         self._ids = ids
         self._enabled = config.enable_kv_cache_events
         self._describing = self._enabled and bool(config.extra_config.get("self_describing_kv_events", False))
@@ -58,7 +57,7 @@ class RouterEvents:
         """A request loads or stores these blocks, so vLLM has their tokens. `keys` are in the order of the prefix."""
         self._in_use = True
         if self._enabled and keys:
-            self._engine.announce(list(keys))
+            self._driver.announce(list(keys))
 
     def unsure(self, keys: Iterable[OffloadKey]) -> None:
         """vLLM has the tokens of these blocks, which may be in no row: then nothing else would have it give them up."""
@@ -69,7 +68,7 @@ class RouterEvents:
         """Events since the last call: blocks that became reachable in a tier or ceased to be. What a tier has recovered
         is published in parts, behind the rest."""
         published: list[events.OffloadingEvent] = []
-        for event in self._stack.take_events():
+        for event in self._driver.take_events():
             if not event.removed and (len(event.keys) > KEYS_PER_STEP or not self._in_use):
                 self._recovered.append(iter(event.keys))
             else:
@@ -77,7 +76,9 @@ class RouterEvents:
             if event.medium != CPU:
                 self._lower_tiers.add(event.tier)
         if len(self._lower_tiers) > 1:
-            published += self._left_elsewhere(published)
+            published += self._driver.left_elsewhere(
+                [each for each in published if each.removed and each.medium != CPU]
+            )
         if self.waiting:
             published += self._next_recovered()
         found = list(map(self._event, published))
@@ -85,20 +86,13 @@ class RouterEvents:
             found += self._given_up()
         return found
 
-    def _left_elsewhere(self, published: list[events.OffloadingEvent]) -> list[events.OffloadingEvent]:
-        """The blocks that one lower tier has removed and another one has."""
-        for event in published:
-            if event.removed and event.medium != CPU:
-                self._engine.announce(event.keys)
-        return self._stack.take_events()
-
     def _next_recovered(self) -> list[events.OffloadingEvent]:
         """Some of what was recovered, as far as it is there still. Published out of turn, it is removed first."""
         some = list(islice(self._recovered[0], KEYS_PER_STEP))
         if not some:
             self._recovered.popleft()
-        self._engine.announce(some)
-        return self._stack.take_events()
+        self._driver.announce(some)
+        return self._driver.take_events()
 
     def _event(self, event: events.OffloadingEvent) -> OffloadingEvent:
         """vLLM keeps the tokens until each medium that says so here has removed the block (`removal_expected`).
@@ -113,14 +107,9 @@ class RouterEvents:
 
     def _given_up(self) -> list[OffloadingEvent]:
         """For blocks that are in no row, and on their way into none."""
-        keys = list(self._unsure)
-        absent = dict.fromkeys(self._engine.storable(keys)[0])
-        in_rows = self._stack.lookup(keys, ask=False)
-        self._unsure = {
-            key: None
-            for key, found in zip(keys, in_rows, strict=True)
-            if key not in absent and found is not LookupResult.HIT
-        }
+        found = dict(zip(self._unsure, self._driver.in_rows(list(self._unsure)), strict=True))
+        self._unsure = {key: None for key, there in found.items() if there is None}
+        absent = [key for key, there in found.items() if there is False]
         if not absent:
             return []
         named = list(map(self._ids.to_vllm, absent))

@@ -16,10 +16,9 @@ from typing import Any
 from vllm.v1.kv_offload.base import ReqContext
 from vllm.v1.kv_offload.config import OffloadingConfig
 
-from kvtier.control.reservations import KeyState, Reservation
 from kvtier.stack.request import StackRequest
 from kvtier.tier.contract import LookupResult
-from kvtier.types.keys import OffloadKey, key_group
+from kvtier.types.keys import OffloadKey, key_group, make_key
 
 _MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler"
 _FUNCTION = "_create_req_context"
@@ -70,6 +69,15 @@ def known_keys(context: ReqContext, after: int = 0) -> Sequence[OffloadKey]:
     """
     positions: dict[OffloadKey, int] = getattr(context, "_offload_key_positions", {})
     return list(islice(reversed(positions), max(0, len(positions) - after)))[::-1]
+
+
+def prompt_keys(served: ServedRequest, config: OffloadingConfig) -> list[OffloadKey]:
+    """The keys of the whole offloaded blocks of a prompt, as kvtier names them; each group's in prefix order."""
+    keys = []
+    for position, group in enumerate(config.groups):
+        step = group.tokens_per_block * config.cache.blocks_per_chunk // config.cache.tokens_per_hash
+        keys += [make_key(bytes(each), position) for each in served.prompt_hashes(config.cache.tokens_per_hash, step)]
+    return keys
 
 
 class _WithRequest:
@@ -188,11 +196,3 @@ class RequestState:
         self.keys.clear()
         self._last.clear()
         self.deferred = False
-
-
-def reserved_answer(reservation: Reservation, key: OffloadKey) -> LookupResult | None:
-    """The answer of a served reservation for a key; None if the key is not part of it."""
-    index = reservation.index.get(key)
-    if index is None:
-        return None
-    return LookupResult.HIT if reservation.state[index] is KeyState.LEASED else LookupResult.MISS

@@ -61,8 +61,8 @@ class UnservedRequests:
             return self._ends_alone
         if groups_found == self._num_groups:
             return TOO_FEW_ROWS
-        last = list(self._stats().tiers.values())[-1]
-        return EVICTED if last.evictions else OTHER_ENDS
+        tiers = list(self._stats().tiers.values())
+        return EVICTED if tiers and tiers[-1].evictions else OTHER_ENDS
 
     def _write(self, requests: int, reason: str) -> None:
         logging.getLogger(LOGGER).warning(line("nothing_loaded", {"requests": requests, "reason": reason}))

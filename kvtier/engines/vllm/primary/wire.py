@@ -13,6 +13,7 @@ from kvtier.types.jobs import GPUGroup, JobKind, TransferJob
 from kvtier.types.keys import GroupIndex, JobId, OffloadKey
 
 NULL_BLOCK = 0
+NO_REPORT = -1
 
 
 @dataclass
@@ -20,25 +21,28 @@ class RowsSpec(LoadStoreSpec):  # type: ignore[misc]
     """Rows of the shared region for one transfer, group after group in the order of the keys.
 
     `group_sizes[g]` rows belong to group position g; `generations` are what a store has to stamp, empty for loads.
-    vLLM sends it to every worker each step, so it is three arrays and a tuple.
+    vLLM sends it to every worker each step, so it is three arrays and a tuple. The workers report the end of the
+    copy to the stack process by its `number`; the rows are those of the session `life`.
     """
 
     rows: np.ndarray
     generations: np.ndarray
     group_sizes: tuple[int, ...]
+    number: int = NO_REPORT
+    life: str = ""
 
 
-def rows_spec(groups: Sequence[GPUGroup], num_groups: int, *, stamped: bool) -> RowsSpec:
+def rows_spec(groups: Sequence[GPUGroup], num_groups: int, named: tuple[int, str], *, stamped: bool) -> RowsSpec:
     """The rows of the groups of a placed job, which are in ascending position, and of each in the order of its keys.
 
-    `stamped`: the workers stamp the rows, because they store into them.
+    `named`: its number and the session. `stamped`: the workers stamp the rows, because they store into them.
     """
     sizes = [0] * num_groups
     for group in groups:
         sizes[group.group] = len(group.keys)
     rows = np.concatenate([NO_IDS, *(group.rows for group in groups)]).astype(np.int32)
     generations = np.concatenate([NO_IDS, *(group.generations for group in groups if stamped)])
-    return RowsSpec(rows, generations, tuple(sizes))
+    return RowsSpec(rows, generations, tuple(sizes), *named)
 
 
 def copy_job(

@@ -1,5 +1,6 @@
 """The side of each GPU process: copies between vLLM's blocks and rows of the shared region."""
 
+import asyncio
 import logging
 import time
 from collections.abc import Sequence
@@ -15,13 +16,15 @@ from vllm.v1.kv_offload.base import CanonicalKVCaches, LoadStoreSpec, Offloading
 from vllm.v1.kv_offload.base import GPULoadStoreSpec as VLLMBlocks
 
 from kvtier.aio.loop_thread import LoopThread
+from kvtier.client.connection import Participant
+from kvtier.client.worker import WorkerConnection, WorkerLink
 from kvtier.config import build_tiers
 from kvtier.engines.vllm.compat import LOGGER
 from kvtier.engines.vllm.engine_config import root_modules
 from kvtier.engines.vllm.identity import worker_note
-from kvtier.engines.vllm.primary.model_weights import WorkerWeights
+from kvtier.engines.vllm.primary.model_weights import ModelWeights, WorkerWeights
 from kvtier.engines.vllm.primary.wire import RowsSpec, copy_job
-from kvtier.engines.vllm.settings import EnginePlan, worker_layout
+from kvtier.engines.vllm.settings import EnginePlan, engine_identity, worker_layout
 from kvtier.errors import ConfigError, ResourceError
 from kvtier.stack.assembly import resolve_alignment, to_fence
 from kvtier.tier.contract import FencesCopies, HasWords, JoinsRows, SharedRows, TierContext
@@ -66,69 +69,102 @@ class KVTierWorker(OffloadingWorker):  # type: ignore[misc]
         self._gpu = discover().get(plan.gpu.type)(plan.gpu)
         self._fenced: Sequence[FencesCopies] = ()
         self._one_process = beside_scheduler(plan)
+        self._connection: WorkerConnection | None = None
         refs = [[(ref.tensor_idx, ref.page_size_bytes) for ref in group] for group in kv_caches.group_data_refs]
         layout = worker_layout(plan.namespace.layout, refs)
         tensors = [entry.tensor for entry in kv_caches.tensors]
-        self._weights: WorkerWeights | None = None
+        self._weights: ModelWeights | None = None
         self._thread = LoopThread("kvtier-worker", "worker")
         try:
             self._thread.open()
             models, readable = loaded_models()
             note = worker_note(layout, models)
             rows = self._thread.run(lambda: self._open(plan, rank, layout, tensors, note), OPEN_SECONDS)
-            assert isinstance(rows, HasWords)
-            self._weights = WorkerWeights(models, rows.words[rank], rows.words[-1], readable=readable)
-            self._thread.run(self._weights.open, OPEN_SECONDS)
-            self._thread.start(self._weights.answer)
+            if self._connection is not None:
+                self._weights = ModelWeights(models, self._on_load, readable=readable)
+                self._connection.compare = self._weights.compare
+                self._thread.run(self._weights.open, OPEN_SECONDS)
+            else:
+                assert isinstance(rows, HasWords)
+                answering = WorkerWeights(models, rows.words[rank], rows.words[-1], readable=readable)
+                self._weights = answering
+                self._thread.run(answering.open, OPEN_SECONDS)
+                self._thread.start(answering.answer)
         except BaseException:
             self.shutdown()
             raise
 
     async def _open(
         self, plan: EnginePlan, rank: int, layout: KVLayout, tensors: Sequence[torch.Tensor], note: str
-    ) -> SharedRows:
-        cpu = self._tiers[0]
-        if not isinstance(cpu, JoinsRows):
-            raise ConfigError("workers in processes of their own cannot map its region", "stack.tiers[0]")
+    ) -> SharedRows | None:
+        """Map the rows of a stack in the scheduler's process, which are returned, or connect to one of its own."""
         nominal = Geometry(plan.namespace.layout, await resolve_alignment(self._tiers))
         context = TierContext(
             "cpu", nominal, plan.namespace, time.monotonic, plan.engine_id, rank, one_process=self._one_process
         )
-        rows = await cpu.join(context, note)
-        geometry = replace(nominal, layout=layout)
-        opened = await self._gpu.open(replace(context, name="gpu", geometry=geometry, kv_caches=tensors, rows=rows))
+        opening = replace(context, name="gpu", kv_caches=tensors)
+        if plan.in_process:
+            cpu = self._tiers[0]
+            if not isinstance(cpu, JoinsRows):
+                raise ConfigError("workers in processes of their own cannot map its region", "stack.tiers[0]")
+            rows = await cpu.join(context, note)
+            await self._open_gpu(replace(opening, geometry=replace(nominal, layout=layout), rows=rows))
+            return rows
+
+        async def open_rows(link: WorkerLink) -> None:
+            geometry, mapped = link.attach(context)
+            await self._open_gpu(replace(opening, geometry=replace(geometry, layout=layout), rows=mapped))
+
+        identity = await asyncio.to_thread(engine_identity, plan)
+        process = Participant("worker", rank, note)
+        self._connection = WorkerConnection(identity, process, self._gpu, open_rows)
+        await self._connection.open(plan.required)
+        return None
+
+    async def _open_gpu(self, context: TierContext) -> None:
+        opened = await self._gpu.open(context)
         self._fenced = to_fence([self._gpu])
-        _log.info("worker %d copies between GPU blocks and rows: %s", rank, opened.mode)
+        _log.info("worker %d copies between GPU blocks and rows: %s", context.worker, opened.mode)
         for note in opened.notes:
             _log.warning("tier gpu: %s", note)
-        return rows
 
     def submit_store(self, job_id: int, src_spec: VLLMBlocks, dst_spec: LoadStoreSpec) -> bool:
         """Begin to copy GPU blocks into rows."""
         assert isinstance(dst_spec, RowsSpec)
-        return self._begin(copy_job(job_id, JobKind.LOAD, dst_spec, src_spec, self._factor))
+        job = copy_job(job_id, JobKind.LOAD, dst_spec, src_spec, self._factor)
+        return self._begin(job, dst_spec)
 
     def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: VLLMBlocks, expedited: bool = False) -> bool:
         """Begin to copy rows into GPU blocks. An expedited load, of vLLM 0.33, does not queue behind other copies:
         vLLM waits for it within the step."""
         assert isinstance(src_spec, RowsSpec)
-        return self._begin(copy_job(job_id, JobKind.STORE, src_spec, dst_spec, self._factor, urgent=expedited))
+        job = copy_job(job_id, JobKind.STORE, src_spec, dst_spec, self._factor, urgent=expedited)
+        return self._begin(job, src_spec)
 
-    def _begin(self, job: TransferJob) -> bool:
+    def _begin(self, job: TransferJob, rows: RowsSpec) -> bool:
         for copier in self._fenced:
             copier.fence()  # this thread's stream is vLLM's own; the thread that copies has another one
-        self._running[job.job_id] = self._thread.start(partial(self._copy, job.job_id, job)).ended
+        self._running[job.job_id] = self._thread.start(partial(self._copy, job, rows)).ended
         return True
 
-    async def _copy(self, job_id: int, job: TransferJob) -> TransferResult:
-        if job.kind is JobKind.LOAD:
-            result: JobResult = await self._gpu.load(job)
-            return TransferResult(job_id, True, result.bytes_moved, result.seconds)
-        result = await self._gpu.store(job)
-        if not result.ok:
+    async def _copy(self, job: TransferJob, rows: RowsSpec) -> TransferResult:
+        if self._connection is not None:
+            result = await self._connection.copy(job, rows.number, rows.life, self._carry_out)
+        else:
+            result = await self._carry_out(job)
+        return TransferResult(job.job_id, job.kind is JobKind.LOAD or result.ok, result.bytes_moved, result.seconds)
+
+    async def _carry_out(self, job: TransferJob) -> JobResult:
+        result: JobResult = await (self._gpu.load(job) if job.kind is JobKind.LOAD else self._gpu.store(job))
+        if job.kind is JobKind.STORE and not result.ok:
             # Once more: the blocks have undefined bytes now, and vLLM's interface has no partial results.
             result = await self._gpu.store(job)
-        return TransferResult(job_id, result.ok, result.bytes_moved, result.seconds)
+        return result
+
+    def _on_load(self) -> None:
+        """A model loads weights: the stack process is sent that."""
+        assert self._connection is not None
+        self._thread.call_soon(self._connection.on_load)
 
     def get_finished(self) -> list[TransferResult]:
         """Copies that ended since the last call."""
@@ -161,5 +197,8 @@ class KVTierWorker(OffloadingWorker):  # type: ignore[misc]
             self._thread.close(CLOSE_SECONDS)
 
     async def _close(self) -> None:
-        await self._gpu.close()
-        await self._tiers[0].close()
+        if self._connection is not None:
+            await self._connection.close()
+        else:
+            await self._gpu.close()
+            await self._tiers[0].close()

@@ -1,0 +1,93 @@
+"""Reaching a stack process: the socket, and who connects."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvtier.client.private import PrivateStack
+from kvtier.errors import ConfigError, ResourceError
+from kvtier.service.channel import receive_greeting, send_greeting
+from kvtier.service.wire import GREETING, PROTOCOL, Hello, Refused, Welcome, WireError
+from kvtier.types.namespace import Namespace
+
+CONNECT_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """An engine as its processes name it in their greetings: `token` is random, and the same in all of them.
+
+    `private` is the stack process at `path` if that is one of the engine's own, which it starts again.
+    """
+
+    path: str
+    namespace: Namespace
+    engine_id: str
+    token: str
+    private: PrivateStack | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Participant:
+    """A process of an engine, as its greetings describe it: the fields of `Hello` of these names."""
+
+    role: str
+    number: int = 0
+    note: str = ""
+    complete: bool = True
+    events: bool = True
+
+
+Connected = tuple[socket.socket, Welcome, Sequence[int]]
+"""A connected socket, the answer, the descriptors of the rows. Who has it owns socket and descriptors."""
+
+
+def unconnected() -> Connected:
+    """A connection that has ended."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    theirs.close()
+    return ours, Welcome(PROTOCOL, "", 0, 0, 0, 0), ()
+
+
+def connect(identity: Identity, process: Participant, *, resumes: bool = False) -> Connected:
+    """Connect to the stack process; with `resumes` not for the first time.
+
+    Raises ResourceError if no stack process answers, ConfigError if it refuses this engine.
+    """
+    manifest = identity.namespace.manifest().encode()
+    hello = Hello(
+        [PROTOCOL],
+        "",
+        process.role,
+        process.number,
+        identity.engine_id,
+        identity.token,
+        manifest,
+        process.note,
+        process.complete and not resumes,
+        process.events,
+        resumes,
+    )
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    try:
+        sock.settimeout(CONNECT_SECONDS)
+        sock.connect(identity.path)
+        pidfd = os.pidfd_open(os.getpid())
+        try:
+            send_greeting(sock, hello, [pidfd])
+        finally:
+            os.close(pidfd)
+        answer, descriptors = receive_greeting(sock, GREETING)
+    except (OSError, WireError) as error:
+        sock.close()
+        raise ResourceError(f"no stack process answers at {identity.path}: {error}") from error
+    if isinstance(answer, Welcome):
+        return sock, answer, descriptors
+    sock.close()
+    for fd in descriptors:
+        os.close(fd)
+    reason = answer.reason if isinstance(answer, Refused) else "it answered with something else"
+    raise ConfigError(f"the stack process at {identity.path} does not serve this engine: {reason}")

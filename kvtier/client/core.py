@@ -1,0 +1,542 @@
+"""An engine's state beside a stack process: what is leased and lent to it, and its jobs. No I/O and no clock.
+
+Items to send wait in `out` until the engine's step sends them; `take_in` is given what has come. Without a connection
+(`lose`) nothing is leased, every lookup is a MISS, and stores are dropped; copies in flight end all the same. After
+`on_connected` it is as at the start; what must hold beyond a connection, a reset above all, is sent again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from errno import ESTALE
+from functools import lru_cache
+from itertools import chain, groupby
+from typing import Any
+
+from kvtier.client.copies import LentRows, RowCopy, keys_of
+from kvtier.client.request import ClientRequest
+from kvtier.service import wire
+from kvtier.service.wire import ITEM_KEYS_MAX, LEASED, PENDING, UNKNOWN, Item, Keys, Places, split
+from kvtier.tier.contract import LookupResult
+from kvtier.types.events import OffloadingEvent
+from kvtier.types.jobs import (
+    CANCELLED,
+    LOADED,
+    MISSING,
+    BlockOutcome,
+    BlockStatus,
+    DropReason,
+    JobKind,
+    JobResult,
+    TransferJob,
+    dropped,
+    failed,
+)
+from kvtier.types.keys import JobId, Medium, OffloadKey
+from kvtier.types.requests import RequestInfo
+
+RESULTS: dict[int | None, LookupResult] = {
+    None: LookupResult.RETRY,
+    PENDING: LookupResult.HIT_PENDING,
+    UNKNOWN: LookupResult.RETRY,
+    wire.MISSING: LookupResult.MISS,
+    wire.IN_ROW: LookupResult.HIT,
+    wire.LATE: LookupResult.MISS,
+}
+LENT_MIN = 64
+FILLED_MAX = 1 << 16
+"""Keys of the engine's own stores that are remembered: they are not stored once more while they are in a row."""
+
+
+class EngineCore:
+    """The state of one engine. `out` are the items that its next step sends, `ended` the copies that have ended.
+
+    `serves` is False until the engine has joined, while a reset is under way, and once the connection has ended.
+    `joins`: the stack process was sent the namespace. `is_new`: it serves this engine since then, and was not sent what
+    one before was. The caller that sends such things resets it.
+    """
+
+    def __init__(self) -> None:
+        self.out: list[Item] = []
+        self.connected = True
+        self.joined = self.follows = self.joins = self.is_new = False
+        self.manifest = b""
+        self.notes: list[str] = []
+        self.noted = self.loaded_weights = False
+        self.stats_pending = 0
+        self.ended: list[RowCopy] = []
+        self.events: list[OffloadingEvent] = []
+        self.series: list[wire.MetricSeries] = []
+        self.fault = ""
+        self.verdicts: dict[int, int] = {}
+        self.answers: dict[int, list[Any]] = {}
+        self._requests: dict[str, ClientRequest] = {}
+        self._asked: dict[int, tuple[ClientRequest, list[OffloadKey]]] = {}
+        self._copies: dict[int, RowCopy] = {}
+        self._lent = LentRows()
+        self._filled: dict[OffloadKey, bool] = {}
+        self._unsure: dict[JobId, None] = {}
+        self._resetting = self._loads = 0
+        self._reset_due = False
+        self._number = self._last_copy = 0
+        self._wanted = self._stored = self._needed = 0
+        self._ahead = LENT_MIN
+        self._needs = False
+
+    @property
+    def serves(self) -> bool:
+        """True if blocks may be found and stored now."""
+        return self.connected and self.joined and not self._resetting
+
+    @property
+    def resetting(self) -> bool:
+        """True until a reset of this engine is durable, or could not be made so."""
+        return bool(self._resetting)
+
+    @property
+    def room(self) -> int:
+        """Rows that may be filled now."""
+        return len(self._lent) if self.serves else 0
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that have not ended."""
+        return len(self._requests)
+
+    @property
+    def wants_rows(self) -> bool:
+        """True if the stack process was asked for rows ahead."""
+        return self._wanted > 0
+
+    def say(self, item: Item) -> None:
+        """Send an item with the next step, if there is a connection."""
+        if self.connected:
+            self.out.append(item)
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def request(
+        self, request_id: str, keys: Sequence[OffloadKey] = (), info: RequestInfo | None = None
+    ) -> ClientRequest:
+        """A request; what it may find is asked for with the next send."""
+        name = wire.request_name(request_id)
+        request = self._requests[name] = ClientRequest(self, name, info)
+        self.ask(request, keys)
+        return request
+
+    def ask(self, request: ClientRequest, keys: Sequence[OffloadKey]) -> None:
+        """Ask which of these keys are there, unless that is known or was asked.
+
+        What is not there will be stored: after a rest the rows for that are asked for before, and come with the answer.
+        """
+        if self.serves:
+            known = request.states
+            asked = [key for key in dict.fromkeys(keys) if key not in known]
+            if asked and not self._wanted:
+                self._want(self._ahead, self._needed)
+            for first, part in split(asked):
+                more = first + len(part) < len(asked)
+                self.out.append(wire.Ask(request.id, self._expect(request, part), Keys.of(part), more))
+
+    def reserve(self, request: ClientRequest, keys: Sequence[OffloadKey]) -> None:
+        """Have these keys brought into rows and leased; `served` says when that was answered."""
+        request.reserved.update(dict.fromkeys(keys))
+        if self.serves:
+            for _, part in split([key for key in dict.fromkeys(keys) if key not in request.leased]):
+                self.out.append(wire.Reserve(request.id, self._expect(request, part), Keys.of(part)))
+
+    def _expect(self, request: ClientRequest, keys: Sequence[OffloadKey]) -> int:
+        """The number of a message whose answer has the states of these keys."""
+        number = self.next_number()
+        self._asked[number] = request, list(keys)
+        request.waiting.add(number)
+        request.states.update(dict.fromkeys(keys, UNKNOWN))
+        return number
+
+    def next_number(self) -> int:
+        """The number of a message that has an answer."""
+        self._number += 1
+        return self._number
+
+    def look(self, request: ClientRequest, keys: Sequence[OffloadKey], asks: bool = True) -> None:
+        """Look keys up and lease none, for a request that holds nothing. With `asks` tiers are asked."""
+        if self.serves:
+            distinct = list(dict.fromkeys(keys))
+            for first, part in split(distinct):
+                more = first + len(part) < len(distinct)
+                self.out.append(wire.Look(self._expect(request, part), Keys.of(part), asks, more))
+
+    def lookup(self, request: ClientRequest, keys: Sequence[OffloadKey]) -> list[LookupResult]:
+        """Presence of these keys: HIT for leased ones, RETRY until an answer has come."""
+        if not self.serves:
+            return [LookupResult.MISS] * len(keys)
+        leased, states = request.leased, request.states
+        if leased:
+            return [LookupResult.HIT if key in leased else RESULTS[states.get(key)] for key in keys]
+        return [RESULTS[state] for state in map(states.get, keys)]
+
+    def storable(self, request: ClientRequest | None, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """The keys that are in no row, and on their way into none, as far as this engine was informed."""
+        present: Collection[OffloadKey] = () if request is None else request.present
+        return [key for key in dict.fromkeys(keys) if key not in self._filled and key not in present]
+
+    def in_row(self, key: OffloadKey) -> bool | None:
+        """True if a block of this engine is in a row, None while it is copied into one."""
+        filled = self._filled.get(key)
+        return False if filled is None else filled or None
+
+    def release(self, request: ClientRequest) -> None:
+        """The request's leases end."""
+        if request.states or request.reserved:
+            self._forget(request)
+            self.say(wire.Drop(request.id))
+
+    def end(self, request: ClientRequest, drops: bool = True) -> None:
+        """The request is over: its leases end, if not by a message that follows. Idempotent."""
+        if not request.ended:
+            if drops:
+                self.release(request)
+            else:
+                self._forget(request)
+            request.ended = True
+            if self._requests.get(request.id) is request:
+                del self._requests[request.id]
+
+    def _forget(self, request: ClientRequest) -> None:
+        request.leased.clear()
+        request.states.clear()
+        request.reserved.clear()
+        for number in chain(request.waiting, request.updates):
+            self._asked.pop(number, None)
+        request.waiting.clear()
+        request.updates.clear()
+
+    def reset(self) -> None:
+        """Everything stored before is a miss from now on; `serves` again once the stack process has made it durable.
+
+        Before the engine has joined nothing is sent; it is once it has.
+        """
+        self._void_all()
+        for job in list(self._unsure):
+            self.end_store(job, ESTALE)  # an engine may forget its copies
+        self._reset_due = not self.joined
+        if self.joined:
+            self._send_reset()
+
+    def _send_reset(self) -> None:
+        self._number += 1
+        self._resetting = self._number
+        self.out.append(wire.Reset(self._number, self._loads))
+
+    def _void_all(self) -> None:
+        """A reset: nothing of before is found, or loaded."""
+        self._void()
+        for copy in self._copies.values():
+            copy.void = True
+
+    def _void(self) -> None:
+        for request in self._requests.values():
+            self._forget(request)
+            request.present.clear()
+        self._filled.clear()
+
+    def _on_void(self) -> None:
+        """Another engine has reset the pool."""
+        for request in self._requests.values():
+            self.release(request)
+        self._void_all()
+
+    def _on_revoke(self, item: wire.Revoke) -> None:
+        for request in filter(None, map(self._requests.get, item.requests)):
+            self.release(request)
+        self._return(item.lent)
+
+    def _on_weights(self, item: wire.Weights) -> None:
+        """A verdict; without a number of ours: weights were loaded."""
+        if item.number:
+            self.verdicts[item.number] = item.verdict
+        else:
+            self.loaded_weights = True
+            self._loads += 1
+
+    def join(self, manifest: bytes) -> None:
+        """All is known of the namespace now."""
+        self.manifest = manifest
+        if self.noted and not self.joins:
+            self.joins = True
+            self.say(wire.Join(manifest))
+
+    def ask_stats(self, rests: bool = False) -> None:
+        """Ask for the figures that changed; they come into `series`. With `rests` all of this engine's jobs are in."""
+        self.stats_pending += 1
+        self.say(wire.AskStats(rests))
+
+    def ask_weights(self) -> int:
+        """Ask whether the workers' weights are those of the start; the verdict comes into `verdicts` by this number."""
+        self._number += 1
+        self.say(wire.AskWeights(self._number))
+        return self._number
+
+    # -- jobs ----------------------------------------------------------------------------------------------------
+
+    def begin_load(self, job: TransferJob, request: ClientRequest) -> TransferJob | None:
+        """Begin to load what is leased to the request; the rest is MISSING. Returns what a worker copies out of rows.
+
+        The request's leases end with it, those of the copy when the workers have reported.
+        """
+        keys, leased = keys_of(job), request.leased
+        found = [at for at, key in enumerate(keys) if key in leased]
+        copy = self._new_copy(job, keys, found, MISSING)
+        if not copy.keys:
+            self._end_copy(copy)
+            return None
+        rows, generations = map(list, zip(*map(leased.__getitem__, copy.keys), strict=True))
+        for first in range(0, len(rows), ITEM_KEYS_MAX):
+            end = first + ITEM_KEYS_MAX
+            places = Places.of(rows[first:end], generations[first:end])
+            self.out.append(wire.Load(copy.number, request.id, places, more=end < len(rows)))
+        request.present.update(copy.keys)
+        self._forget(request)
+        return copy.work(rows, generations)
+
+    def begin_store(self, job: TransferJob, waits: bool = False) -> TransferJob | None:
+        """Begin to store blocks into lent rows, the front of each prefix first; what gets no row is dropped.
+
+        With `waits` they count once `end_store` was called too.
+        """
+        keys = keys_of(job)
+        self._stored += len(keys)
+        if self._needed:  # of this store; another one that waits says so
+            self._needed = 0
+            self.say(wire.Want(self._wanted))
+        rows, generations = self._lent.take(len(keys) if self.serves else 0)
+        copy = self._new_copy(job, keys, range(len(rows)), dropped(DropReason.NO_ROW))
+        if not rows:
+            self._end_copy(copy)
+            return None
+        for first, some in split(copy.keys):
+            end = first + len(some)
+            places = Places.of(rows[first:end], generations[first:end])
+            self.out.append(wire.Fill(copy.number, Keys.of(some), places, end < len(rows), waits))
+        self._filled.update(dict.fromkeys(copy.keys, False))
+        if waits:
+            self._unsure[JobId(copy.number)] = None
+        return copy.work(rows, generations)
+
+    def _new_copy(
+        self, job: TransferJob, keys: Sequence[OffloadKey], copied: Sequence[int], without: BlockOutcome
+    ) -> RowCopy:
+        self._last_copy += 1
+        copy = self._copies[self._last_copy] = RowCopy(self._last_copy, job, keys, copied, without)
+        return copy
+
+    def end_store(self, number: JobId, errno: int) -> None:
+        """A store that waits has ended; with an errno what it has copied is not what its keys name."""
+        if number in self._unsure:
+            del self._unsure[number]
+            self.say(wire.Filled(number, errno))
+
+    def _end_copy(self, copy: RowCopy) -> None:
+        del self._copies[copy.number]
+        self.ended.append(copy)
+
+    def take_results(self) -> list[JobResult]:
+        """The results of the jobs that have ended since the last call."""
+        ended, self.ended = self.ended, []
+        return [copy.result() for copy in ended]
+
+    @property
+    def busy(self) -> bool:
+        """True while a job or a reset has not ended."""
+        return bool(self._copies or self.ended or self._resetting)
+
+    # -- what comes ----------------------------------------------------------------------------------------------
+
+    def take_in(self, items: Sequence[Any]) -> None:
+        """Record what the stack process sent."""
+        for item in items:
+            match item:
+                case wire.Found():
+                    self._on_found(item)
+                case wire.Ended():
+                    self._on_ended(item)
+                case wire.Lent():
+                    self._lent.add(item.places)
+                case wire.Revoke():
+                    self._on_revoke(item)
+                case wire.Void():
+                    self._on_void()
+                case wire.ResetDone():
+                    self._on_reset_done(item)
+                case wire.Events():
+                    self.events += [
+                        OffloadingEvent(tuple(keys.unpack()), Medium(medium), removed, tier)
+                        for tier, medium, removed, keys in item.events
+                    ]
+                case wire.Stats():
+                    self.series += item.series
+                    self.stats_pending -= item.last
+                case wire.Notes():
+                    self._on_notes(item)
+                case wire.Joined():
+                    self._on_joined(item)
+                case wire.Weights():
+                    self._on_weights(item)
+                case wire.Located() | wire.Hinted() | wire.FiguresPart() | wire.Left():
+                    self.answers.setdefault(item.number, []).append(item)
+                case wire.Closing():
+                    self.lose()
+
+    def _on_notes(self, item: wire.Notes) -> None:
+        self.notes = [*self.notes[: item.first], *item.notes]
+        self.noted = item.last
+        if self.noted and self.manifest:
+            self.join(self.manifest)
+
+    def _on_joined(self, item: wire.Joined) -> None:
+        self.joined, self.fault, self.follows = not item.fault, item.fault, item.follows
+        self.is_new = self.joined
+        if self.joined and self._reset_due:
+            self._reset_due = False
+            self._send_reset()
+
+    def _on_reset_done(self, item: wire.ResetDone) -> None:
+        if item.number == self._resetting:
+            self._resetting = 0
+            self.fault = item.fault
+
+    def _on_found(self, item: wire.Found) -> None:
+        found = self._asked.pop(item.number, None)
+        if found is None:
+            return  # the request has ended
+        request, keys = found
+        if item.number in request.updates:
+            self._on_update(request, keys, item)
+            return
+        request.waiting.discard(item.number)
+        if item.more:
+            self._asked[item.number] = found
+            request.updates.add(item.number)
+        places = iter(item.places.pairs())
+        for key, state in zip(keys, item.states, strict=True):
+            request.states[key] = state
+            if state == LEASED:
+                request.leased[key] = next(places)
+                request.present.add(key)
+            elif self._filled.get(key):
+                del self._filled[key]  # it is in no row any more
+
+    def _on_update(self, request: ClientRequest, keys: Sequence[OffloadKey], item: wire.Found) -> None:
+        """Tiers have answered."""
+        request.updates.discard(item.number)
+        for key, state in zip(keys, item.states, strict=True):
+            if request.states.get(key) == UNKNOWN:
+                request.states[key] = state
+
+    def _on_ended(self, item: wire.Ended) -> None:
+        copy = self._copies.get(item.job)
+        if copy is None:
+            return
+        copy.runs += [(count, _outcome(*said)) for count, *said in item.outcomes]
+        if item.more:
+            return
+        if copy.job.kind is JobKind.STORE:
+            self._on_filled(copy)
+        self._end_copy(copy)
+
+    def _on_filled(self, copy: RowCopy) -> None:
+        """Keep which blocks are in rows now; the oldest are forgotten."""
+        filled, first = self._filled, 0
+        for count, outcome in copy.runs:
+            for key in copy.keys[first : first + count]:
+                if filled.pop(key, None) is not None and outcome.ok:
+                    filled[key] = True
+            first += count
+        while len(filled) > FILLED_MAX:
+            del filled[next(iter(filled))]
+
+    def want_rows(self) -> None:
+        """Ask for rows ahead: twice what was stored since the last call, and some at least. Once in a while."""
+        self._ahead = max(LENT_MIN, 2 * self._stored)
+        self._stored = 0
+        needed = self._needed if self._needs else 0
+        self._needs = False
+        self._want(self._ahead, needed)
+
+    def _want(self, ahead: int, needed: int) -> None:
+        if self.connected and (ahead, needed) != (self._wanted, self._needed):
+            self._wanted, self._needed = ahead, needed
+            self.out.append(wire.Want(ahead, needed))
+
+    def rest(self) -> None:
+        """The engine has nothing to do: other engines may have its rows. It asks for some with its next lookup."""
+        self._want(0, 0)
+        self._return(len(self._lent))
+
+    def _return(self, count: int) -> None:
+        """Give rows back that are lent."""
+        while count > 0 and self._lent:
+            rows, generations = self._lent.take(min(count, ITEM_KEYS_MAX))
+            self.out.append(wire.Return(Places.of(rows, generations)))
+            count -= len(rows)
+
+    def need_rows(self, count: int) -> None:
+        """A store waits for so many rows. It is said once a second that it still does."""
+        self._needs = True
+        if self.connected and count > self._needed:
+            self._needed = count
+            self.out.append(wire.Want(self._wanted, count))
+
+    def lose(self) -> None:
+        """The connection has ended: nothing is leased or lent any more."""
+        self.connected = self.joined = self.joins = self.noted = self.is_new = False
+        self.stats_pending = 0
+        self.out.clear()
+        self.notes.clear()
+        self._void()
+        self._lent.clear()
+        self._unsure.clear()
+        self._reset_due = self._reset_due or self.resetting
+        self._resetting = self._wanted = self._needed = self._loads = 0
+        for copy in list(self._copies.values()):
+            if copy.job.kind is JobKind.STORE:
+                copy.runs = [(len(copy.keys), dropped(DropReason.TIER_DOWN))]
+                self._end_copy(copy)
+            elif copy.reported is not None:  # the stack process did not come to say so
+                self.on_copied_alone(JobId(copy.number), copy.reported)
+
+    @property
+    def is_drained(self) -> bool:
+        """True if no load is in flight that was begun beside a connection that has ended: the next may be made."""
+        return not any(copy.job.kind is JobKind.LOAD for copy in self._copies.values())
+
+    def on_connected(self) -> None:
+        """There is a connection again. The engine joins once its workers are there."""
+        self.connected = True
+        self.fault = ""
+
+    def on_load_end(self, number: JobId) -> None:
+        """A load's copy has ended well, as its engine says."""
+        copy = self._copies.get(number)
+        if copy is not None:
+            self.on_copied_alone(number, [LOADED] * len(copy.keys))
+
+    def on_copied_alone(self, number: JobId, outcomes: Sequence[BlockOutcome]) -> None:
+        """A load's copy has ended. What the worker says holds: its rows were leased. The stack process has the same
+        report from it; it has to say what became of a load that a reset overtook, and of every store."""
+        copy = self._copies.get(number)
+        if copy is None or copy.job.kind is not JobKind.LOAD:
+            return
+        if copy.void and self.connected:
+            copy.reported = outcomes
+            return
+        good = CANCELLED if copy.void else LOADED
+        copy.runs = [(len(list(run)), good if outcome.ok else outcome) for outcome, run in groupby(outcomes)]
+        self._end_copy(copy)
+
+
+@lru_cache(64)
+def _outcome(status: str, reason: str, errno: int) -> BlockOutcome:
+    if status == BlockStatus.FAILED:
+        return failed(errno)
+    return dropped(DropReason(reason)) if reason else BlockOutcome(BlockStatus(status))

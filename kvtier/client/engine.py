@@ -1,0 +1,316 @@
+"""The calls of a synchronous engine that has no stack of its own: one message a step each way, nothing that waits."""
+
+from __future__ import annotations
+
+import logging
+import select
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+from kvtier.client.connection import Connected, Identity, Participant, connect, unconnected
+from kvtier.client.core import EngineCore
+from kvtier.client.reconnection import Reconnection
+from kvtier.client.request import ClientRequest
+from kvtier.client.worker import WorkerClient
+from kvtier.errors import ConfigError, ResourceError
+from kvtier.service.channel import Channel
+from kvtier.service.wire import TO_ENGINE, Found, Lent
+from kvtier.tier.contract import LoadStore, LookupResult
+from kvtier.tier.registry import discover
+from kvtier.types.jobs import BlockOutcome, GPUGroup, JobKind, JobResult, TransferJob
+from kvtier.types.keys import JobId, OffloadKey
+from kvtier.types.requests import RequestInfo
+
+if TYPE_CHECKING:
+    import torch
+
+_log = logging.getLogger(__name__)
+
+OUTBOX_BYTES_MAX = 256 << 10
+LOOKUP_WAIT_SECONDS = 0.001
+"""How long the first lookup of a step without an answer waits for it."""
+WANT_SECONDS = 1.0
+OPEN_SECONDS = 600.0
+BORROW_SECONDS = 1.0
+WITHIN_A_STEP = (Found, Lent)
+"""Items that are taken in before the next step."""
+
+
+class SchedulerClient:
+    """An engine's scheduler at a stack process. Call `turn` once per engine step, from one thread.
+
+    What comes within a step are answers to lookups and rows: whatever ends a lease waits for the next step. When the
+    connection ends all is a miss, until another one is made: see `Reconnection`.
+    """
+
+    def __init__(
+        self, identity: Identity, *, complete: bool = True, events: bool = False, required: bool = True
+    ) -> None:
+        """Connect, with `complete` in a namespace of which all is known, else `join` later; with `events` they come.
+
+        Raises ResourceError, ConfigError as `connect`. If it is not `required` it is tried again instead.
+        """
+        process = Participant("scheduler", complete=complete, events=events)
+        try:
+            connected = connect(identity, process)
+        except (ConfigError, ResourceError) as error:
+            if required:
+                raise
+            _log.error("no stack process serves this engine, every lookup is a miss: %s", error)
+            connected = unconnected()
+        self.core = EngineCore()
+        if complete:
+            self.core.joins, self.core.manifest = True, identity.namespace.manifest().encode()
+        self._use(connected)
+        try:
+            self._reconnection = Reconnection(identity, process, connected[0])
+        except OSError as error:
+            self._channel.close()
+            raise ResourceError(f"there is no thread or descriptor for a connection: {error}") from error
+        self._is_permitted = self._resumes = False
+        if not self.welcome.incarnation:
+            self._lose()
+        self._want_at = 0.0
+        self._may_wait = True
+
+    def _use(self, connected: Connected) -> None:
+        sock, self.welcome, _ = connected
+        self._channel = Channel(sock, TO_ENGINE, OUTBOX_BYTES_MAX)
+        self._later: list[Any] = []
+        self._poll = select.poll()
+        self._poll.register(self._channel, select.POLLIN)
+        self._is_lost = False
+
+    @property
+    def life(self) -> str:
+        """The name of the session whose rows are leased and lent now. Workers copy for no other."""
+        return self.welcome.life
+
+    def wait_notes(self, timeout_seconds: float = OPEN_SECONDS) -> list[str]:
+        """The notes of all workers, once they have connected. Raises ResourceError if one has not in time."""
+        until = time.monotonic() + timeout_seconds
+        while not self.core.noted:
+            if self._channel.closed or not self.wait(until - time.monotonic()):
+                raise ResourceError(f"a worker has not connected: {self._channel.fault or 'too late'}")
+            self.turn()
+        return self.core.notes
+
+    def join(self, manifest: bytes) -> None:
+        """Be served in the namespace of which all is known now."""
+        self.core.join(manifest)
+        self._send()
+
+    def wait_joined(self, timeout_seconds: float = OPEN_SECONDS) -> None:
+        """Wait until the stack process serves this engine. Raises ConfigError if it does not."""
+        until = time.monotonic() + timeout_seconds
+        while not self.core.joined and not self.core.fault:
+            if self._channel.closed or not self.wait(until - time.monotonic()):
+                raise ResourceError(f"the stack process did not serve this engine: {self._channel.fault or 'too late'}")
+            self.turn()
+        if self.core.fault:
+            raise ConfigError(f"the stack process does not serve this engine: {self.core.fault}")
+
+    def request(
+        self, request_id: str, keys: Sequence[OffloadKey] = (), info: RequestInfo | None = None
+    ) -> ClientRequest:
+        """A request; what it may find is asked for at once."""
+        request = self.core.request(request_id, keys, info)
+        self._send()
+        return request
+
+    def lookup(self, request: ClientRequest, keys: Sequence[OffloadKey], ask: bool = True) -> list[LookupResult]:
+        """Presence of the keys of a request: RETRY where no answer has come within a millisecond.
+
+        One lookup of a step waits, once. With `ask` it is asked what was not asked before.
+        """
+        found = self.core.lookup(request, keys)
+        if LookupResult.RETRY in found:
+            if ask:
+                self.core.ask(request, keys)
+            if self._may_wait and not request.served:
+                self._may_wait = False
+                self._wait_for_answers(request)
+                found = self.core.lookup(request, keys)
+        return found
+
+    def _wait_for_answers(self, request: ClientRequest) -> None:
+        self._send()
+        until = time.monotonic() + LOOKUP_WAIT_SECONDS
+        while not request.served and (left := until - time.monotonic()) > 0:
+            self._poll.poll(left * 1e3)
+            items = self._channel.receive()
+            if not items:
+                break
+            answers = [item for item in items if type(item) in WITHIN_A_STEP]
+            self._later += [item for item in items if type(item) not in WITHIN_A_STEP]
+            self.core.take_in(answers)
+
+    def turn(self) -> None:
+        """Once per engine step: take in what came, send what was decided. `core.ended` are the copies that ended."""
+        self._receive()
+        self._balance_rows()
+        self._send()
+        self._may_wait = True
+
+    @property
+    def _rests(self) -> bool:
+        """True if the engine stores nothing before its next request. It may take no step until then."""
+        return not self.core.num_requests
+
+    def _balance_rows(self) -> None:
+        """Have rows lent ahead while there are requests, as many as are used in two seconds; else give them back."""
+        core = self.core
+        if self._rests:
+            core.rest()
+            return
+        now = time.monotonic()
+        if core.serves and (now >= self._want_at or not core.wants_rows):
+            self._want_at = now + WANT_SECONDS
+            core.want_rows()
+
+    def rest(self) -> None:
+        """Send what waits, rows that are not needed too. For an engine that may take no step until its next request."""
+        self._balance_rows()
+        self._send()
+
+    def wait(self, timeout_seconds: float) -> bool:
+        """Wait until something came, or the time is over."""
+        return bool(self._later) or bool(self._poll.poll(max(0.0, timeout_seconds) * 1e3))
+
+    @property
+    def has_pending_work(self) -> bool:
+        """True while a job has not ended."""
+        return self.core.busy
+
+    def _receive(self) -> None:
+        items = self._later + self._channel.receive()
+        if items:
+            self._later = []
+            self.core.take_in(items)
+        if self._resumes:
+            self._watch_joining()
+        if self._channel.closed:
+            self._on_closed()
+
+    def _on_closed(self) -> None:
+        """All is a miss, until there is another connection. That is made once no load needs the rows of this one."""
+        core = self.core
+        if not self._is_lost:
+            reason = self._channel.fault
+            _log.warning("the connection to the stack process has ended, every lookup is a miss: %s", reason)
+            self._lose()
+        if not self._is_permitted and core.is_drained:
+            self._is_permitted = True
+            self._reconnection.permit()
+        if (connected := self._reconnection.take()) is not None:
+            self._use(connected)
+            core.on_connected()
+            self._resumes = True
+
+    def _lose(self) -> None:
+        self._is_lost, self._is_permitted = True, False
+        self.core.lose()
+        self._channel.close()
+        self._poll = select.poll()
+        self._poll.register(self._reconnection, select.POLLIN)
+
+    def _watch_joining(self) -> None:
+        """Write a line when the engine is served again, or is not."""
+        core = self.core
+        if core.joined:
+            _log.warning("a stack process serves this engine again")
+        elif core.fault:
+            _log.error("the stack process does not serve this engine, every lookup is a miss: %s", core.fault)
+        self._resumes = core.connected and not (core.joined or core.fault)
+
+    def _send(self) -> None:
+        core = self.core
+        if core.out and self._channel.send(core.out):
+            core.out = []
+        elif self._channel.waiting_bytes:
+            self._channel.flush()
+
+    def close(self) -> None:
+        """Disconnect. Idempotent."""
+        self._reconnection.stop()
+        self._channel.close()
+        self._reconnection.close()
+        self._is_lost = self._is_permitted = True
+        self.core.lose()
+
+
+class EngineClient(SchedulerClient):
+    """An engine of one process at a stack process: scheduler and worker. It may store without a request."""
+
+    def __init__(self, identity: Identity, tensors: Sequence[torch.Tensor], gpu: LoadStore | None = None) -> None:
+        """Connect; `gpu` is the tier that copies. Raises ResourceError, ConfigError as `connect`."""
+        kind = discover().get("gpu")
+        self._worker = WorkerClient(identity, tensors, gpu or kind(kind.Options(type="gpu")))
+        self._copied: deque[tuple[JobId, Sequence[BlockOutcome]]] = deque()
+        self._last_job = 0
+        self._worker.report = lambda job, outcomes: self._copied.append((job, outcomes))
+        try:
+            super().__init__(identity)
+        except BaseException:
+            self._worker.close()
+            raise
+        try:
+            self.wait_joined()
+            self._borrow()
+        except BaseException:
+            self.close()
+            raise
+
+    def _borrow(self) -> None:
+        """Have rows ahead, so that the first store finds some. Where there are none it goes without."""
+        until = time.monotonic() + BORROW_SECONDS
+        self.turn()
+        while not (self._rests or self.core.room) and self.core.connected and self.wait(until - time.monotonic()):
+            self.turn()
+
+    @property
+    def _rests(self) -> bool:
+        return False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def job(self, kind: JobKind, groups: Sequence[GPUGroup]) -> TransferJob:
+        """A job with a number of its own."""
+        self._last_job += 1
+        return TransferJob(JobId(self._last_job), kind, tuple(groups))
+
+    def reserve(self, request: ClientRequest, keys: Sequence[OffloadKey]) -> None:
+        """Have keys brought into rows; `request.served` says when, `request.leased` which."""
+        self.core.reserve(request, keys)
+
+    def step(self) -> list[JobResult]:
+        """Once per engine step: take in what came, send what was decided, return the jobs that ended."""
+        self.turn()
+        return self.core.take_results()
+
+    def submit(self, job: TransferJob, request: ClientRequest | None = None) -> None:
+        """Begin a job; its result comes out of a later `step`."""
+        if job.kind is JobKind.LOAD:
+            assert request is not None
+            part = self.core.begin_load(job, request)
+        else:
+            part = self.core.begin_store(job)
+        if part is not None:
+            self._worker.begin(part, self.life)
+
+    def _receive(self) -> None:
+        super()._receive()
+        while self._copied:
+            self.core.on_copied_alone(*self._copied.popleft())
+
+    def close(self) -> None:
+        """End copies in flight and disconnect. Idempotent."""
+        self._reconnection.stop()
+        self._worker.close()
+        super().close()

@@ -1,0 +1,284 @@
+"""An engine of one process at a stack process: jobs of any size, lookups without a request, questions with an answer.
+
+A call of a step waits for nothing but the first lookup of a step, for a millisecond. The calls that say so wait for an
+answer of the stack process, for a second at most.
+"""
+
+from __future__ import annotations
+
+import select
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from kvtier.aio.eventfd import EventFD
+from kvtier.client.connection import Connected, Identity
+from kvtier.client.engine import LOOKUP_WAIT_SECONDS, EngineClient, SchedulerClient
+from kvtier.client.reconnection import Reconnection
+from kvtier.client.request import ClientRequest
+from kvtier.client.transfers import Transfers
+from kvtier.errors import ResourceError
+from kvtier.service import wire
+from kvtier.service.channel import Channel
+from kvtier.tier.contract import LoadStore, LookupResult
+from kvtier.types.events import OffloadingEvent
+from kvtier.types.geometry import Geometry
+from kvtier.types.hints import HintRefusal, HintResult, KVHint
+from kvtier.types.jobs import BlockOutcome, DropReason, JobResult, TransferJob
+from kvtier.types.keys import JobId, OffloadKey
+
+if TYPE_CHECKING:
+    import torch
+
+ANSWER_SECONDS = 1.0
+"""How long a call that asks the stack process waits for the answer."""
+COPIES_SECONDS = 10.0
+"""How long closing waits for copies in flight."""
+EVENTS_MAX = 65536
+"""Events that are kept until they are taken; the oldest are dropped."""
+LOOKS_NAME = "\0looks"
+"""The request of lookups that name none."""
+ANSWERS = (wire.Found, wire.Lent, wire.Located, wire.Hinted, wire.FiguresPart, wire.Left)
+
+
+class StackClient(EngineClient):
+    """See the module's docstring. `geometry` is the layout in the process's rows."""
+
+    def __init__(self, identity: Identity, tensors: Sequence[torch.Tensor], gpu: LoadStore) -> None:
+        """Connect and be served. Raises ResourceError, ConfigError as `connect`."""
+        self._copy_ended = EventFD()
+        self._transfers: Transfers | None = None
+        self.events_lost = 0
+        self._events_begun = False
+        try:
+            super().__init__(identity, tensors, gpu)
+        except BaseException:
+            self._close_event()
+            raise
+        self._worker.report = self._on_copied
+        self.geometry = Geometry(identity.namespace.layout, self.welcome.alignment)
+        self._transfers = Transfers(self.core, self._begin_copy, self.geometry, self.welcome.num_rows)
+        self._looks = self.core.request(LOOKS_NAME)
+        self._answered: list[OffloadKey] = []
+
+    @property
+    def transfers(self) -> Transfers:
+        """The jobs of the engine."""
+        assert self._transfers is not None
+        return self._transfers
+
+    def _on_copied(self, job: JobId, outcomes: Sequence[BlockOutcome]) -> None:
+        """In the worker's thread: a deque append is atomic, and the engine's thread drains it."""
+        self._copied.append((job, outcomes))
+        self._copy_ended.signal()
+
+    def _begin_copy(self, copy: TransferJob) -> None:
+        self._worker.begin(copy, self.life)
+
+    def _use(self, connected: Connected) -> None:
+        super()._use(connected)
+        self._events_begun = False
+        self._watch(self._channel)
+
+    def _lose(self) -> None:
+        super()._lose()
+        self._watch(self._reconnection)
+
+    def _watch(self, connection: Channel | Reconnection) -> None:
+        self._idle = select.poll()
+        self._idle.register(connection, select.POLLIN)
+        self._idle.register(self._copy_ended.fd, select.POLLIN)
+
+    # -- the step ------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[JobResult]:
+        """Once per engine step: take in what came, begin parts of jobs, send, return the jobs that ended."""
+        self._forget_answers()
+        self.turn()
+        core = self.core
+        if len(core.events) > EVENTS_MAX:
+            self.events_lost += sum(len(event.keys) for event in core.events[:-EVENTS_MAX])
+            del core.events[:-EVENTS_MAX]
+        results, self.transfers.results = self.transfers.results, []
+        return results
+
+    def _receive(self) -> None:
+        super()._receive()
+        if self._transfers is not None:
+            self._transfers.advance(time.monotonic())
+
+    def wait(self, timeout_seconds: float) -> bool:
+        """Wait until `step` has work, or the time is over. True unless the time was over first."""
+        if self._transfers is None:
+            return super().wait(timeout_seconds)
+        if self._later or self._copied or self.transfers.results:
+            return True
+        due = self.transfers.next_deadline - time.monotonic()
+        found = self._idle.poll(max(0.0, min(due, timeout_seconds)) * 1e3)
+        self._copy_ended.clear()  # here alone: a step takes in what came, whatever was signalled
+        return bool(found) or due <= timeout_seconds
+
+    @property
+    def _rests(self) -> bool:
+        """Beside lookups that name no request there is none, and no job."""
+        return self._transfers is None or (self.core.num_requests == 1 and not self._transfers.in_flight)
+
+    @property
+    def has_pending_work(self) -> bool:
+        """True while a job or a reset has not ended."""
+        return bool(self.transfers.in_flight or self.transfers.results or self._later or self.core.busy)
+
+    # -- lookups -------------------------------------------------------------------------------------------------
+
+    def look(self, keys: Sequence[OffloadKey], ask: bool) -> list[LookupResult]:
+        """Presence of keys that no request names; RETRY until the answer has come.
+
+        An answer holds until the second step after it. One lookup of a step waits, once.
+        """
+        core, looks = self.core, self._looks
+        found = core.lookup(looks, keys) if looks.states else [LookupResult.RETRY] * len(keys)
+        if LookupResult.RETRY in found:
+            core.look(looks, [key for key in keys if key not in looks.states] if looks.states else keys, ask)
+            if self._may_wait and not looks.served:
+                self._may_wait = False
+                self._await(lambda: looks.served, LOOKUP_WAIT_SECONDS)
+            found = core.lookup(looks, keys)
+        return found
+
+    def _forget_answers(self) -> None:
+        """Answers hold for a step in which they may be read."""
+        looks = self._looks
+        if looks.states and not (looks.waiting or looks.updates):
+            for key in self._answered:
+                looks.states.pop(key, None)
+            self._answered = list(looks.states)
+
+    def _await(self, done: Callable[[], bool], timeout_seconds: float) -> bool:
+        """Send, and take in answers alone until a condition holds. False once the time is over, or the connection."""
+        self._send()
+        until = time.monotonic() + timeout_seconds
+        while not done():
+            left = until - time.monotonic()
+            if left <= 0 or self._channel.closed:
+                return False
+            self._poll.poll(left * 1e3)
+            items = self._channel.receive()
+            self._later += [item for item in items if type(item) not in ANSWERS]
+            self.core.take_in([item for item in items if type(item) in ANSWERS])
+            self._send()
+        return True
+
+    # -- questions -----------------------------------------------------------------------------------------------
+
+    def _ask(self, items: Sequence[Callable[[int], wire.Item]], timeout_seconds: float = ANSWER_SECONDS) -> list[Any]:
+        """The answers to questions, each of which is given its number. Waits; fewer answers if they do not come."""
+        core = self.core
+        if not core.connected:
+            return []
+        numbers = [core.next_number() for _ in items]
+        core.out += [make(number) for make, number in zip(items, numbers, strict=True)]
+        self._await(lambda: all(map(self._is_answered, numbers)), timeout_seconds)
+        return [answer for number in numbers for answer in core.answers.pop(number, ())]
+
+    def _is_answered(self, number: int) -> bool:
+        answers: Sequence[Any] = self.core.answers.get(number, ())
+        return bool(answers) and getattr(answers[-1], "last", True)
+
+    def locate(self, keys: Sequence[OffloadKey]) -> list[str | None]:
+        """The name of the highest tier that holds each key, or None. Waits for the answer."""
+        items = [partial(_locate, part) for _, part in wire.split(keys)]
+        found = [answer.tiers[place - 1] if place else None for answer in self._ask(items) for place in answer.places]
+        return found if len(found) == len(keys) else [None] * len(keys)
+
+    def hint(self, hint: KVHint) -> HintResult:
+        """Pass a hint on. Waits for what becomes of it; STOPPED if no answer comes."""
+        keys: Sequence[OffloadKey] = getattr(hint, "keys", ())
+        parts = [part for _, part in wire.split(keys)] or [()]
+        answers = self._ask([partial(_hint, hint, part) for part in parts])
+        if len(answers) < len(parts):
+            return HintResult(0, {HintRefusal.STOPPED: len(keys)} if keys else {})
+        refused: dict[HintRefusal, int] = {}
+        for answer in answers:
+            for reason, count in answer.refused.items():
+                refused[HintRefusal(reason)] = refused.get(HintRefusal(reason), 0) + count
+        return HintResult(sum(answer.accepted for answer in answers), refused)
+
+    def figures(self) -> bytes:
+        """The figures of the stack as JSON. Waits for them; empty if they do not come."""
+        return b"".join(answer.part for answer in self._ask([wire.AskFigures]))
+
+    def take_events(self) -> list[OffloadingEvent]:
+        """The events that came since the last call. The first call has them sent, from what the tiers have then on."""
+        if self.core.joined and not self._events_begun:
+            self._events_begun = True
+            self.core.say(wire.AskEvents())
+        found, self.core.events = self.core.events, []
+        return found
+
+    def announce(self, keys: Sequence[OffloadKey]) -> None:
+        """Have `take_events` return once more which tiers have these keys."""
+        for _, part in wire.split(keys):
+            self.core.say(wire.Announce(wire.Keys.of(part)))
+
+    def touch(self, request: ClientRequest, keys: Sequence[OffloadKey]) -> None:
+        """Count these keys as used by a request."""
+        for _, part in wire.split(keys):
+            self.core.say(wire.Touch(request.id, wire.Keys.of(part)))
+
+    # -- resets and the end --------------------------------------------------------------------------------------
+
+    def reset(self, timeout_seconds: float) -> None:
+        """Make what was stored before unreachable. Waits until that is durable. Raises ResourceError if it is not."""
+        core = self.core
+        self.transfers.stop_all(DropReason.RESET)
+        core.reset()
+        until = time.monotonic() + timeout_seconds
+        while core.resetting:
+            self._send()
+            if not self.wait(until - time.monotonic()) and time.monotonic() >= until:
+                raise ResourceError(f"the reset was not made durable within {timeout_seconds} s")
+            self._receive()
+        fault, core.fault = core.fault, ""
+        if fault or not core.connected:
+            raise ResourceError(f"the reset was not made durable: {fault or self._channel.fault}")
+
+    def leave(self, timeout_seconds: float) -> tuple[int, int]:
+        """(blocks dropped, jobs that did not end): end all jobs and say goodbye. A private process then writes back."""
+        self._reconnection.stop()
+        self.transfers.stop_all(DropReason.CLOSING)
+        until = time.monotonic() + COPIES_SECONDS
+        while self.transfers.copies and time.monotonic() < until:
+            self._send()
+            self.wait(until - time.monotonic())
+            self._receive()
+        unfinished = self.transfers.copies
+        answers = self._ask([wire.Leave], timeout_seconds)
+        if not answers:
+            return 0, unfinished
+        return answers[0].dropped, max(unfinished, answers[0].unfinished)
+
+    def cut(self) -> None:
+        """End copies in flight, and the connection for good, whatever else is under way."""
+        self._reconnection.stop()
+        self._worker.close()
+        SchedulerClient.close(self)
+
+    def close(self) -> None:
+        """End copies in flight and disconnect. Idempotent."""
+        super().close()
+        self._close_event()
+
+    def _close_event(self) -> None:
+        if self._copy_ended.fd >= 0:
+            self._copy_ended.close()
+            self._copy_ended.fd = -1
+
+
+def _locate(keys: Sequence[OffloadKey], number: int) -> wire.Item:
+    return wire.Locate(number, wire.Keys.of(keys))
+
+
+def _hint(hint: KVHint, keys: Sequence[OffloadKey], number: int) -> wire.Item:
+    seconds: float = getattr(hint, "seconds", 0.0)
+    return wire.Hint(type(hint).__name__.lower(), wire.Keys.of(keys), hint.session, seconds, number)

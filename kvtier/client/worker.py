@@ -1,0 +1,388 @@
+"""A worker's end of a stack process: it maps the rows, reports what was copied, and answers about its weights.
+
+Its connections follow each other. Rows are an open file of the process that made them: once that has ended nothing else
+writes them, and they stay as they are while they are mapped. So a worker maps those of its former connection until the
+scheduler has said that no load of them comes any more, and copies for no other session than that whose rows it has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from errno import EIO, ESTALE
+from itertools import chain, groupby
+from typing import TYPE_CHECKING, Any
+
+from kvtier.aio.daemon_pool import DaemonPool
+from kvtier.aio.loop_thread import LoopThread
+from kvtier.aio.loop_waker import LoopWaker
+from kvtier.client.connection import Connected, Identity, Participant, connect
+from kvtier.errors import ConfigError, KVTierError, ResourceError
+from kvtier.service import wire
+from kvtier.service.channel import Channel
+from kvtier.service.wire import TO_WORKER
+from kvtier.tier.contract import AttachesRows, FencesCopies, LoadStore, SharedRows, TierContext
+from kvtier.tier.registry import discover
+from kvtier.types.geometry import Geometry
+from kvtier.types.jobs import BlockOutcome, JobKind, JobResult, TransferJob, failed
+from kvtier.types.keys import JobId
+from kvtier.types.namespace import Namespace
+
+if TYPE_CHECKING:
+    import torch
+
+OUTBOX_BYTES_MAX = 1 << 20
+PAUSE_SECONDS = (0.25, 1.0)
+"""How long a worker waits before it tries to connect again: at first, and after some tries."""
+SHORT_PAUSES = 10
+
+_log = logging.getLogger(__name__)
+
+Report = Callable[[JobId, Sequence[BlockOutcome]], None]
+
+
+class WorkerLink:
+    """A connection of a worker, in one event loop. `compare` answers whether the weights are those of the start.
+
+    `ended` is set once the connection has ended; `drained` then, and once no load of an earlier one comes any more.
+    """
+
+    def __init__(self, connected: Connected, compare: Callable[[], Awaitable[int]]) -> None:
+        """Call in the loop. What is connected is the link's from here on."""
+        sock, self.welcome, self._descriptors = connected
+        self.drained, self.ended = asyncio.Event(), asyncio.Event()
+        self._compare = compare
+        self._channel = Channel(sock, TO_WORKER, OUTBOX_BYTES_MAX)
+        self._rows: Any = None
+        self._answers: set[asyncio.Task[None]] = set()
+        self._writes = False
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._channel, self._on_readable)
+
+    def attach(self, context: TierContext) -> tuple[Geometry, SharedRows]:
+        """(the rows' geometry, the rows), mapped. Raises ConfigError, RegionError."""
+        geometry = Geometry(context.geometry.layout, self.welcome.alignment)
+        cpu: Any = discover().get("cpu")
+        if not issubclass(cpu, AttachesRows):
+            raise ConfigError("the CPU tier cannot map rows of another process")
+        try:
+            shared = replace(context, geometry=geometry, namespace=Namespace(geometry.layout))  # by all namespaces
+            rows: SharedRows = cpu.attach(shared, self.welcome.num_rows, *self._descriptors)
+        finally:
+            self._close_descriptors()
+        self._rows = rows
+        return geometry, rows
+
+    def _close_descriptors(self) -> None:
+        for fd in self._descriptors:
+            os.close(fd)
+        self._descriptors = ()
+
+    def report(self, job: JobId, result: JobResult) -> None:
+        """A copy has ended."""
+        errors = [0 if outcome.ok else outcome.errno or EIO for outcome in chain.from_iterable(result.outcomes)]
+        self.report_errors(job, errors)
+
+    def report_errors(self, job: JobId, errors: Sequence[int]) -> None:
+        """A copy has ended, with an errno or 0 for each block."""
+        runs = [(len(list(run)), error) for error, run in groupby(errors)]
+        for first in range(0, len(runs), wire.ITEM_KEYS_MAX):
+            end = first + wire.ITEM_KEYS_MAX
+            self.send(wire.Copied(job, runs[first:end], more=end < len(runs)))
+
+    def send(self, item: wire.Item) -> None:
+        """Send an item, unless the connection has ended."""
+        self._channel.send([item])
+        if self._channel.waiting_bytes and not self._writes:
+            self._writes = True
+            self._loop.add_writer(self._channel, self._on_writable)
+
+    def _on_writable(self) -> None:
+        if self._channel.flush():
+            self._writes = False
+            self._loop.remove_writer(self._channel)
+
+    def _on_readable(self) -> None:
+        for item in self._channel.receive():
+            if isinstance(item, wire.Drained):
+                self.drained.set()
+                continue
+            task = self._loop.create_task(self._answer(item.number))
+            self._answers.add(task)
+            task.add_done_callback(self._answers.discard)
+        if self._channel.closed:
+            self._end()
+
+    def _end(self) -> None:
+        if not self.ended.is_set():
+            self._loop.remove_reader(self._channel)
+            self._loop.remove_writer(self._channel)
+            self.ended.set()
+            self.drained.set()
+
+    async def _answer(self, number: int) -> None:
+        self.send(wire.Answer(number, int(await self._compare())))
+
+    def close(self) -> None:
+        """Disconnect and unmap. Once no copy is in flight. Idempotent."""
+        for task in self._answers:
+            task.cancel()
+        self._end()
+        if self._rows is not None:
+            self._rows.close()
+            self._rows = None
+            self._channel.send([wire.Quiet()])
+        self._channel.close()
+        self._close_descriptors()
+
+
+@dataclass(slots=True)
+class RowsInUse:
+    """The rows of one connection, and the copies in flight. `idle` is set while there are none.
+
+    With `leaving` no copy begins any more.
+    """
+
+    link: WorkerLink
+    copies: int = 0
+    leaving: bool = False
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+OpenRows = Callable[[WorkerLink], Awaitable[object]]
+"""Maps the rows of a link and opens the tier that copies between them and GPU blocks."""
+CarryOut = Callable[[TransferJob], Awaitable[JobResult]]
+
+
+class WorkerConnection:
+    """A worker at its stack process, in one event loop; it connects again after each end of a connection.
+
+    `gpu` copies between GPU blocks and the rows of one connection at a time. `compare` answers whether the weights are
+    those of the start.
+    """
+
+    def __init__(self, identity: Identity, process: Participant, gpu: LoadStore, open_rows: OpenRows) -> None:
+        self.compare: Callable[[], Awaitable[int]] | None = None
+        self._identity = identity
+        self._process = process
+        self._gpu = gpu
+        self._open_rows = open_rows
+        self._threads = DaemonPool("kvtier-connect", 1)
+        self._rows: RowsInUse | None = None
+        self._has_loaded = False
+        self._following: asyncio.Task[None] | None = None
+
+    async def open(self, required: bool = True) -> None:
+        """Connect for the first time. Raises ResourceError, ConfigError as `connect`, and what `open_rows` raises.
+
+        If it is not `required` it is tried again instead.
+        """
+        try:
+            self._rows = await self._first_rows()
+        except (ConfigError, ResourceError) as error:
+            if required:
+                raise
+            _log.error("a worker is without a stack process: %s", error)
+        self._following = asyncio.create_task(self._follow())
+
+    async def _first_rows(self) -> RowsInUse:
+        link = await self._connect(resumes=False)
+        try:
+            await self._open_rows(link)
+        except BaseException:
+            link.close()
+            raise
+        return RowsInUse(link)
+
+    async def _connect(self, resumes: bool) -> WorkerLink:
+        connecting = self._threads.submit(lambda: connect(self._identity, self._process, resumes=resumes))
+        try:
+            connected = await asyncio.wrap_future(connecting)
+        except asyncio.CancelledError:
+            connecting.add_done_callback(_close_unused)
+            raise
+        return WorkerLink(connected, self._answer)
+
+    async def _answer(self) -> int:
+        return 0 if self.compare is None else await self.compare()
+
+    # -- copies --------------------------------------------------------------------------------------------------
+
+    async def copy(self, job: TransferJob, number: int, life: str, carry_out: CarryOut) -> JobResult:
+        """Carry a job out in the session of this name, and report it by its number. In another one it has failed."""
+        rows = self._rows
+        if rows is None or rows.leaving or rows.link.welcome.life != life:
+            return JobResult.uniform(job, failed(ESTALE))
+        rows.copies += 1
+        rows.idle.clear()
+        try:
+            result = await carry_out(job)
+        finally:
+            rows.copies -= 1
+            if not rows.copies:
+                rows.idle.set()
+        rows.link.report(JobId(number), result)
+        return result
+
+    def on_load(self) -> None:
+        """The worker loads weights. Each stack process is sent that: it serves an engine of other weights."""
+        self._has_loaded = True
+        if self._rows is not None:
+            self._rows.link.send(wire.Loaded())
+
+    # -- connections ---------------------------------------------------------------------------------------------
+
+    async def _follow(self) -> None:
+        """Connect again after each end."""
+        while True:
+            if self._rows is not None:
+                await self._rows.link.ended.wait()
+            tries = 0
+            while not await self._has_connected():
+                await asyncio.sleep(PAUSE_SECONDS[tries >= SHORT_PAUSES])
+                tries += 1
+
+    async def _has_connected(self) -> bool:
+        """Connect again. False if that did not succeed."""
+        try:
+            link = await self._connect(resumes=True)
+        except KVTierError:
+            return False  # the scheduler tries too, and writes the reason into the log
+        used = False
+        try:
+            await link.drained.wait()
+            used = not link.ended.is_set() and await self._change_to(link)
+        finally:
+            if not used:
+                link.close()
+        return used
+
+    async def _change_to(self, link: WorkerLink) -> bool:
+        """Use the rows of another connection: no load of those before comes any more. False if they are of no use."""
+        await self._leave()
+        try:
+            await self._open_rows(link)
+        except KVTierError as error:
+            _log.error("a worker cannot use the rows of its stack process: %s", error)
+            return False
+        if self._has_loaded:
+            link.send(wire.Loaded())
+        self._rows = RowsInUse(link)
+        link.send(wire.Ready())
+        return True
+
+    async def _leave(self) -> None:
+        """Unmap the rows once their copies have ended. Idempotent."""
+        rows = self._rows
+        if rows is None:
+            return
+        rows.leaving = True
+        while rows.copies:
+            await rows.idle.wait()
+        await self._gpu.close()
+        rows.link.close()
+
+    async def close(self) -> None:
+        """Let copies in flight end, within the time that the tier takes for that, and disconnect. Idempotent."""
+        if self._following is not None:
+            self._following.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._following
+        self._threads.shutdown()
+        await self._gpu.close()
+        if self._rows is not None:
+            self._rows.link.close()
+
+
+def _close_unused(connecting: Future[Connected]) -> None:
+    """Close what was connected for a wait that was cancelled."""
+    if not connecting.cancelled() and connecting.exception() is None:
+        sock, _, descriptors = connecting.result()
+        sock.close()
+        for fd in descriptors:
+            os.close(fd)
+
+
+class WorkerClient:
+    """Copies for the one worker of an engine, on a thread of its own.
+
+    `report` is called there at the end of each copy.
+    """
+
+    def __init__(self, identity: Identity, tensors: Sequence[torch.Tensor], gpu: LoadStore) -> None:
+        self._gpu = gpu
+        self._fences = gpu if isinstance(gpu, FencesCopies) else None
+        self._identity = identity
+        self._tensors = tensors
+        self._begun: deque[tuple[TransferJob, str]] = deque()
+        self._copies: set[asyncio.Task[None]] = set()
+        self._waker = LoopWaker(self._begin_copies)
+        self._thread = LoopThread("kvtier-worker", "worker")
+        self._thread.open()
+        self.report: Report | None = None
+        try:
+            self._thread.run(self._open, 60.0)
+        except BaseException:
+            self._thread.close(5.0)
+            raise
+
+    async def _open(self) -> None:
+        self._connection = WorkerConnection(self._identity, Participant("worker"), self._gpu, self._open_rows)
+        await self._connection.open()
+        self._waker.attach()
+
+    async def _open_rows(self, link: WorkerLink) -> None:
+        namespace = self._identity.namespace
+        nominal = Geometry(namespace.layout, link.welcome.alignment)
+        context = TierContext("gpu", nominal, namespace, time.monotonic, worker=0, kv_caches=self._tensors)
+        geometry, rows = link.attach(context)
+        await self._gpu.open(replace(context, geometry=geometry, rows=rows))
+
+    def begin(self, job: TransferJob, life: str) -> None:
+        """Begin a copy in the session of this name. From any thread: STORE jobs copy GPU blocks into rows, LOAD jobs
+        rows into GPU blocks.
+
+        It begins after the work that the calling thread gave its device so far.
+        """
+        if self._fences is not None and self._fences.beside_engine:
+            self._fences.fence()
+        self._begun.append((job, life))
+        self._waker.wake()
+
+    def _begin_copies(self) -> None:
+        """In the loop."""
+        while self._begun:
+            task = self._thread.loop.create_task(self._copy(*self._begun.popleft()))
+            self._copies.add(task)
+            task.add_done_callback(self._copies.discard)
+
+    async def _copy(self, job: TransferJob, life: str) -> None:
+        result = await self._connection.copy(job, job.job_id, life, self._carry_out)
+        if self.report is not None:
+            self.report(job.job_id, list(chain.from_iterable(result.outcomes)))
+
+    async def _carry_out(self, job: TransferJob) -> JobResult:
+        try:
+            return await (self._gpu.load(job) if job.kind is JobKind.STORE else self._gpu.store(job))
+        except OSError as error:
+            return JobResult.uniform(job, failed(error.errno or EIO))
+
+    def close(self) -> None:
+        """Let copies in flight end, and disconnect. Idempotent."""
+        if self._thread.alive:
+            self._thread.run(self._close, 10.0)
+        self._thread.close(5.0)
+
+    async def _close(self) -> None:
+        self._waker.detach()
+        self._begin_copies()
+        await self._connection.close()
+        if self._copies:
+            await asyncio.wait(self._copies)

@@ -1,0 +1,69 @@
+"""The namespaces in one pool: two at a time of one layout, kept apart by their keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvtier.errors import ConfigError
+from kvtier.types.keys import OffloadKey
+from kvtier.types.namespace import DIGEST_BYTES, Namespace
+
+NAMESPACES_MAX = 2
+
+
+class KeySpace:
+    """The keys of one namespace in the pool. `prefix` is before each of them; the first namespace has none."""
+
+    def __init__(self, prefix: bytes, others: set[bytes]) -> None:
+        self.prefix = prefix
+        self._others = others
+        self.sessions = 0
+
+    def to_pool(self, keys: list[OffloadKey]) -> list[OffloadKey]:
+        """An engine's keys, as the pool has them."""
+        prefix = self.prefix
+        return [OffloadKey(prefix + key) for key in keys] if prefix else keys
+
+    def of_engine(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """The keys among these of the pool that are of this namespace, as its engines have them."""
+        prefix = self.prefix
+        if prefix:
+            return [OffloadKey(key[DIGEST_BYTES:]) for key in keys if key.startswith(prefix)]
+        return [key for key in keys if key[:DIGEST_BYTES] not in self._others] if self._others else list(keys)
+
+
+class Namespaces:
+    """The namespaces that sessions of a pool use. The first one names the lower tiers, for the life of the pool."""
+
+    def __init__(self) -> None:
+        self._first: bytes | None = None
+        self._spaces: dict[bytes, KeySpace] = {}
+        self._prefixes: set[bytes] = set()
+
+    def join(self, namespace: Namespace) -> KeySpace:
+        """The keys of a namespace, for one more session. Raises ConfigError if there is no place for it."""
+        digest = namespace.digest()
+        space = self._spaces.get(digest)
+        if space is None:
+            if len(self._spaces) >= NAMESPACES_MAX:
+                raise ConfigError(f"its namespace {_name(namespace)} would be the third here: two are served at a time")
+            if self._first is None:
+                self._first = digest
+            prefix = b"" if digest == self._first else digest
+            if prefix:
+                self._prefixes.add(prefix)
+            space = self._spaces[digest] = KeySpace(prefix, self._prefixes)
+        space.sessions += 1
+        return space
+
+    def leave(self, space: KeySpace) -> None:
+        """A session has ended. Without one a namespace has no place any more; its blocks stay."""
+        space.sessions -= 1
+        if not space.sessions:
+            self._spaces = {digest: each for digest, each in self._spaces.items() if each is not space}
+
+
+def _name(namespace: Namespace) -> str:
+    """A namespace in a refusal."""
+    parts = [part for part in (namespace.model, namespace.weights, namespace.tag) if part]
+    return f"{' '.join(parts)[:200]} ({namespace.digest().hex()})"

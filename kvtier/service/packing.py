@@ -1,0 +1,113 @@
+"""The pieces of messages: keys and rows as bytes, their bounds, the base of items, and the errors of a peer."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from hashlib import sha256
+
+import msgspec
+import numpy as np
+
+from kvtier.errors import KVTierError
+from kvtier.types.arrays import IntArray
+from kvtier.types.keys import OffloadKey
+
+MESSAGE_BYTES_MAX = 64 << 10
+"""Below the default SO_SNDBUF of Linux, 208 KiB."""
+KEY_BYTES_MAX = 4096
+KEYS_BYTES_MAX = 40 << 10
+"""Bytes of the keys of one item, so that it fits a message with its rows and generations."""
+ITEM_KEYS_MAX = 1024
+"""Keys, rows or runs of outcomes of one item."""
+JOB_BLOCKS_MAX = 1 << 17
+"""Blocks of one job."""
+TEXT_CHARACTERS_MAX = 1024
+"""Characters of a request's name, of a session's, of a reason."""
+
+
+class WireError(KVTierError):
+    """A peer sent no message of this protocol."""
+
+
+class Breach(KVTierError):
+    """An engine named what it does not have, or broke an order of messages."""
+
+
+class Keys(msgspec.Struct, array_like=True, frozen=True):
+    """Some keys. `width`: bytes of each; 0: they differ, and each follows its length in two little-endian bytes."""
+
+    width: int
+    joined: bytes
+
+    @staticmethod
+    def of(keys: Sequence[OffloadKey]) -> Keys:
+        """These keys, packed."""
+        widths = set(map(len, keys))
+        if len(widths) == 1:
+            return Keys(widths.pop(), b"".join(keys))
+        return Keys(0, b"".join(part for key in keys for part in (len(key).to_bytes(2, "little"), key)))
+
+    def unpack(self) -> list[OffloadKey]:
+        """The keys. Raises WireError for a width or a length that does not fit the bytes."""
+        width, joined = self.width, self.joined
+        if width:
+            if not 0 < width <= KEY_BYTES_MAX or len(joined) % width:
+                raise WireError(f"{len(joined)} bytes are no keys of {width} bytes")
+            return [OffloadKey(joined[at : at + width]) for at in range(0, len(joined), width)]
+        return list(self._unpack_different())
+
+    def _unpack_different(self) -> Iterator[OffloadKey]:
+        at, joined = 0, self.joined
+        while at < len(joined):
+            begin = at + 2
+            at = begin + int.from_bytes(joined[at:begin], "little")
+            if not begin < at <= len(joined):
+                raise WireError("a key has no byte, or more than were sent")
+            yield OffloadKey(joined[begin:at])
+
+
+class Places(msgspec.Struct, array_like=True, frozen=True):
+    """Rows and the generations of their fills, as many of each."""
+
+    rows: bytes
+    generations: bytes
+
+    @staticmethod
+    def of(rows: Sequence[int] | IntArray, generations: Sequence[int] | IntArray) -> Places:
+        """These rows, packed."""
+        return Places(_packed("i", rows), _packed("q", generations))
+
+    def unpack(self) -> tuple[IntArray, IntArray]:
+        """Rows and generations as int64. Raises WireError unless there are as many of both."""
+        self._check()
+        return np.frombuffer(self.rows, np.int32).astype(np.int64), np.frombuffer(self.generations, np.int64)
+
+    def lists(self) -> tuple[list[int], list[int]]:
+        """Rows and generations. Raises WireError unless there are as many of both."""
+        self._check()
+        return memoryview(self.rows).cast("i").tolist(), memoryview(self.generations).cast("q").tolist()
+
+    def pairs(self) -> list[tuple[int, int]]:
+        """Each row and its generation. Raises WireError unless there are as many of both."""
+        return list(zip(*self.lists(), strict=True))
+
+    def _check(self) -> None:
+        if len(self.rows) % 4 or len(self.generations) != 2 * len(self.rows):
+            raise WireError("rows and generations differ in number")
+
+
+def _packed(kind: str, numbers: Sequence[int] | IntArray) -> bytes:
+    """Numbers as an `array` of this kind has them. Few of a list take a third of the time that numpy takes."""
+    return (numbers.astype(kind) if isinstance(numbers, np.ndarray) else array(kind, numbers)).tobytes()
+
+
+def request_name(request_id: str) -> str:
+    """A request's id, or a digest of one that is too long to be its name."""
+    if len(request_id) <= TEXT_CHARACTERS_MAX:
+        return request_id
+    return f"sha256:{sha256(request_id.encode(errors='surrogatepass')).hexdigest()}"
+
+
+class Item(msgspec.Struct, array_like=True, frozen=True):
+    """Base of what a message holds."""

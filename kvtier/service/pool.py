@@ -1,0 +1,568 @@
+"""Engines of one layout in a stack process: a stack whose GPU blocks are in the processes of its sessions."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from errno import ECANCELED
+from functools import partial
+from itertools import chain
+from typing import Any, ClassVar, Literal
+
+from kvtier.aio.shielded_wait import shielded_wait
+from kvtier.control.jobs import Arrival, PresenceAnswers
+from kvtier.control.plane.control_plane import ControlPlane
+from kvtier.control.tiers.lower_tier import TierSpec
+from kvtier.errors import ConfigError, GeometryError, RootBusyError, UsageError
+from kvtier.options import TierOptions
+from kvtier.service.figures import document_of, parts_of
+from kvtier.service.leases import Copy
+from kvtier.service.manifests import read_namespace
+from kvtier.service.namespaces import KeySpace, Namespaces
+from kvtier.service.quotas import Quotas
+from kvtier.service.requests import EngineRequests
+from kvtier.service.session import Session
+from kvtier.service.wire import Breach, Hello, WireError
+from kvtier.stack.assembly import StackParts
+from kvtier.stack.guard import guard_step
+from kvtier.stack.tier_stack import TierStack
+from kvtier.tier.contract import JoinsRows, LoadStore, Opened, ProvidesRows, TierContext
+from kvtier.types.events import OffloadingEvent
+from kvtier.types.geometry import KVLayout
+from kvtier.types.jobs import LOADED, JobResult, TransferJob, failed
+from kvtier.types.keys import CPU, GPU, JobId, Medium, OffloadKey
+from kvtier.types.namespace import Namespace
+
+LENT_AT_ONCE = 16
+"""Rows that an engine is lent before it is the turn of the others."""
+DOCUMENT_SECONDS = 0.02
+"""Time in which figures are collected once; that takes a millisecond."""
+
+
+class SessionCopyOptions(TierOptions):
+    """Options of copies that the processes of engines carry out."""
+
+    type: Literal["session"] = "session"
+
+
+FilledRow = tuple[int, int]
+"""A row and the generation of its fill."""
+
+
+@dataclass(slots=True, eq=False)
+class FillWait:
+    """A wait for fills, of which this number is left."""
+
+    left: int
+    ended: asyncio.Future[None]
+
+
+class FillEnds:
+    """The ends of fills; workers may report them before the CPU tier waits for them. `waiters` wait for each."""
+
+    def __init__(self, waiters: int) -> None:
+        self._waiters = waiters
+        self._ends: dict[FilledRow, list[int]] = {}
+        self._waits: dict[FilledRow, list[FillWait]] = {}
+        self._cancelled = False
+
+    def end(self, fills: Sequence[FilledRow], errors: Sequence[int]) -> None:
+        """These fills have ended, each with 0 or an errno."""
+        self._ends.update((fill, [error, self._waiters]) for fill, error in zip(fills, errors, strict=True))
+        for fill in fills:
+            for wait in self._waits.pop(fill, ()):
+                wait.left -= 1
+                if not wait.left and not wait.ended.done():
+                    wait.ended.set_result(None)
+
+    async def wait(self, fills: Sequence[FilledRow]) -> list[int]:
+        """The error of each fill, once all of them have ended."""
+        left = [fill for fill in fills if fill not in self._ends]
+        if left and not self._cancelled:
+            wait = FillWait(len(left), asyncio.get_running_loop().create_future())
+            for fill in left:
+                self._waits.setdefault(fill, []).append(wait)
+            await wait.ended
+        return [self._take(fill) for fill in fills]
+
+    def _take(self, fill: FilledRow) -> int:
+        end = self._ends.get(fill)
+        if end is None:
+            return ECANCELED
+        end[1] -= 1
+        if not end[1]:
+            del self._ends[fill]
+        return end[0]
+
+    def cancel(self) -> None:
+        """Every fill that has not ended fails."""
+        self._cancelled = True
+        for wait in chain.from_iterable(self._waits.values()):
+            if not wait.ended.done():
+                wait.ended.set_result(None)
+        self._waits.clear()
+
+
+class SessionCopies(LoadStore):
+    """Stands in for a worker's GPU tier: its jobs end when the workers of an engine have reported the copies."""
+
+    medium: ClassVar[Medium] = GPU
+    Options: ClassVar[type[TierOptions]] = SessionCopyOptions
+
+    def __init__(self, ends: FillEnds) -> None:
+        super().__init__(SessionCopyOptions())
+        self._ends = ends
+
+    async def open(self, context: TierContext) -> Opened:
+        """Nothing is acquired."""
+        return Opened(capacity_bytes=0, mode="copied by the engines' workers")
+
+    async def load(self, job: TransferJob) -> JobResult:
+        """GPU blocks to rows: what the workers reported for each row."""
+        fills = [
+            fill
+            for group in job.gpu_groups
+            for fill in zip(group.rows.tolist(), group.generations.tolist(), strict=True)
+        ]
+        errors = iter(await shielded_wait(asyncio.ensure_future(self._ends.wait(fills))))
+        outcomes = tuple(
+            tuple(failed(error) if (error := next(errors)) else LOADED for _ in group.keys) for group in job.groups
+        )
+        return JobResult(job.job_id, outcomes)
+
+    async def store(self, job: TransferJob) -> JobResult:
+        """Loads of engines never pass here: an engine copies out of the rows that are leased to it."""
+        raise UsageError("a stack process copies nothing into GPU blocks")
+
+    async def close(self) -> None:
+        """Fail what has not ended. Idempotent."""
+        self._ends.cancel()
+
+
+class Pool(TierStack):
+    """Engines of one layout and the stack that they share: one event loop, one control plane, two namespaces at most.
+
+    The stack opens with the layout of the first engine; its lower tiers are opened in the namespace of the first one
+    that joins. An exception that is no one's wrong number ends the process: `on_defect` is called with it first.
+    """
+
+    def __init__(
+        self, parts: StackParts, send: Callable[[], None], named: Callable[[Namespace], Namespace] = lambda found: found
+    ) -> None:
+        """`parts` without tensors, GPU tier and workers: those are the engines'. `send` is called in a step when it may
+        be time to send items: it must not call the pool. `named` adds what the stack file says of a namespace."""
+        layout = parts.namespace.layout
+        self._ends = FillEnds(layout.world_size if not layout.replicated else 1)
+        workers = [SessionCopies(self._ends) for _ in range(layout.world_size)]
+        super().__init__(replace(parts, namespace=Namespace(layout), kv_caches=None, workers=workers))
+        self.sessions: dict[int, Session] = {}
+        self.fault = ""
+        self.on_defect: Callable[[BaseException], None] = lambda error: None
+        self.quotas = Quotas(0)
+        self._named = named
+        self._namespaces = Namespaces()
+        self._naming: asyncio.Future[Namespace] | None = None
+        self._joins: set[asyncio.Task[None]] = set()
+        self._send = send
+        self._handling = False
+        self._fills: dict[JobId, Session] = {}
+        self._last = self._last_fill = 0
+        self._turns = 0
+        self._document, self._document_until = b"", -math.inf
+        self._wakes: asyncio.TimerHandle | None = None
+
+    async def open(self) -> None:
+        """Open the rows; the lower tiers wait for the first namespace. Raises as `TierStack.open`."""
+        self._naming = asyncio.get_running_loop().create_future()
+        self._parts = replace(self._parts, joins=self._naming)
+        await super().open()
+        plane = self._opened().plane
+        plane.reservations.has_leases_outside = lambda: any(each.will_return_rows for each in self.sessions.values())
+        self.quotas = Quotas(self.num_rows)
+        self._set_events()
+
+    async def close(self) -> None:
+        """Close, as a stack. Nothing joins any more."""
+        for task in tuple(self._joins):
+            task.cancel()
+        if self._wakes is not None:
+            self._wakes.cancel()
+        await super().close()
+
+    # -- as the server sees it -----------------------------------------------------------------------------------
+
+    @property
+    def is_open(self) -> bool:
+        """True from opening until closing begins."""
+        return self._assembled is not None and not self._closing
+
+    @property
+    def is_spent(self) -> bool:
+        """True once no engine is left in a pool that serves no other: another one may be opened in its place."""
+        return bool(self.fault) and not self.sessions
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the CPU tier."""
+        return len(self._opened().plane.control.cpu.table)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row, in which a block may be shorter."""
+        return int(self._rows.row_bytes)
+
+    @property
+    def descriptors(self) -> tuple[int, int]:
+        """Descriptors of the rows and of the control area beside them."""
+        return self._rows.descriptors  # type: ignore[no-any-return]
+
+    @property
+    def _rows(self) -> Any:
+        rows: Any = next(tier for tier in self._parts.tiers if tier.medium == CPU)
+        assert isinstance(rows, ProvidesRows)
+        return rows.rows
+
+    def begin_session(self) -> Session:
+        """A session for an engine that connects."""
+        self._opened()
+        self._last += 1
+        session = Session(self._last, self, EngineRequests(self, self._last))
+        self.sessions[session.number] = session
+        return session
+
+    @guard_step
+    def on_scheduler(self, session: Session, hello: Hello) -> None:
+        """An engine's scheduler has connected. With a complete namespace it joins once its workers are there."""
+        session.on_scheduler(hello.events, hello.manifest if hello.complete else b"")
+        self._carry_out()
+
+    @guard_step
+    def on_worker(self, session: Session, hello: Hello) -> None:
+        """A worker of an engine has connected. Raises Breach if it has already."""
+        session.on_worker(hello.participant, hello.note, hello.resumes)
+        self._carry_out()
+
+    @guard_step
+    def handle(self, session: Session, items: Sequence[Any]) -> None:
+        """Take in what an engine sent. Raises Breach, WireError, UsageError: end its connection then."""
+        self._take_in(session, items, session.handle)
+
+    @guard_step
+    def on_worker_items(self, session: Session, worker: int, items: Sequence[Any]) -> None:
+        """Take in what a worker of an engine sent. Raises Breach."""
+        self._take_in(session, items, lambda item, now: session.on_worker_item(worker, item))
+
+    def _take_in(self, session: Session, items: Sequence[Any], take: Callable[[Any, float], None]) -> None:
+        """Take in items in one step: what they set free or ask for is carried out once, at its end."""
+        if session.number not in self.sessions:
+            return
+        with self._one_step():
+            for item in items:
+                take(item, self._clock())
+        self._carry_out()
+
+    @contextmanager
+    def _one_step(self) -> Iterator[None]:
+        """Calls of the stack within it carry nothing out."""
+        self._handling = True
+        try:
+            yield
+        finally:
+            self._handling = False
+
+    @guard_step
+    def end_session(self, session: Session, exited: bool) -> None:
+        """The connections of an engine have ended; with `exited` its processes too, or they use no row any more."""
+        if session.number not in self.sessions:
+            return
+        was_lost = session.lost
+        with self._one_step():
+            if exited:
+                session.on_exit(self._clock())
+                del self.sessions[session.number]
+            else:
+                session.lose(self._clock())
+        if not was_lost and session.space is not None:
+            self._namespaces.leave(session.space)
+            self._count_engines()
+        self._carry_out()
+
+    # -- joining -------------------------------------------------------------------------------------------------
+
+    def join(self, session: Session, manifest: bytes) -> None:
+        """The engine's namespace is known. It is served once the lower tiers are open, or is sent the reason why not.
+
+        Raises WireError for a manifest that is none.
+        """
+        session.joins = True
+        namespace = read_namespace(manifest)
+        assembled = self._opened()
+        assert self._naming is not None
+        assert assembled.joining is not None
+        try:
+            namespace = self._named(namespace)
+            self._check_layout(namespace)
+            if self.fault:
+                raise ConfigError(self.fault)
+            space = self._namespaces.join(namespace)
+        except (ConfigError, GeometryError) as error:
+            session.on_joined(None, str(error), follows=False)
+            return
+        if not self._naming.done():
+            self._naming.set_result(namespace)
+        if assembled.joining.opening.done():
+            self._finish_join(session, space)
+            return
+        task = self._loop.create_task(self._join(session, space), name="kvtier join an engine")
+        self._joins.add(task)
+        task.add_done_callback(self._joins.discard)
+
+    def _check_layout(self, namespace: Namespace) -> None:
+        """Raise unless a namespace has the layout of the pool, or fixes it."""
+        assert self._assembled is not None
+        layout, geometry = namespace.layout, self._assembled.geometry
+        if layout == geometry.layout:
+            return
+        if self._naming is None or self._naming.done() or not _same_but_pages(layout, geometry.layout):
+            raise ConfigError("its blocks have another layout than those of the engines here")
+        cpu = next(tier for tier in self._parts.tiers if tier.medium == CPU)
+        if not isinstance(cpu, JoinsRows):
+            raise ConfigError("the rows of the cpu tier have one layout", "tiers")
+        geometry = replace(geometry, layout=layout)
+        cpu.use_geometry(geometry)
+        self._assembled.geometry = geometry
+
+    async def _join(self, session: Session, space: KeySpace) -> None:
+        assembled = self._opened()
+        assert assembled.joining is not None
+        await asyncio.wait((assembled.joining.opening,))
+        if self.is_open:
+            self._end_join(session, space)
+
+    @guard_step
+    def _end_join(self, session: Session, space: KeySpace) -> None:
+        self._finish_join(session, space)
+        self._carry_out()
+
+    def _finish_join(self, session: Session, space: KeySpace) -> None:
+        assert self._assembled is not None
+        assert self._assembled.joining is not None
+        if self._assembled.joining.fault is not None:
+            self.fault = self.fault or opening_fault(self._assembled.joining.fault)
+        if session.lost or self.fault:
+            self._namespaces.leave(space)
+            session.on_joined(None, self.fault, follows=False)
+            return
+        plane = self._assembled.plane
+        self._deliver_events(plane.take_events())
+        session.on_joined(space, "", follows=plane.uses is not None)
+        self._count_engines()
+        self._add_contents(session)
+
+    def _count_engines(self) -> None:
+        self.quotas.engines = sum(each.is_engine for each in self.sessions.values())
+        self._set_events()
+
+    def _set_events(self) -> None:
+        """Events are recorded while an engine takes them."""
+        taken = any(each.events is not None and not each.lost for each in self.sessions.values())
+        self._opened().plane.events.events_max = self._settings.events_max if taken else 0
+
+    # -- as sessions see it --------------------------------------------------------------------------------------
+
+    @property
+    def plane(self) -> ControlPlane:
+        """The control plane."""
+        assert self._assembled is not None
+        return self._assembled.plane
+
+    @property
+    def chooses(self) -> bool:
+        """True if not all that is found is worth a load."""
+        return self._settings.chooses
+
+    @property
+    def reservation_seconds(self) -> float:
+        """The time that a reservation may wait."""
+        return self._settings.reservation_seconds
+
+    def next_job(self, session: Session) -> JobId:
+        """The number of a new fill of a session."""
+        self._last_fill += 1
+        self._fills[JobId(self._last_fill)] = session
+        return JobId(self._last_fill)
+
+    def end_fill(self, copy: Copy) -> None:
+        """All workers have reported a fill."""
+        self._ends.end(list(zip(copy.rows, copy.generations, strict=True)), copy.errors)
+
+    def begin_reset(self, session: Session) -> None:
+        """Reset as `TierStack.reset` does. The sessions know at once; `ResetDone` follows when it is durable."""
+        super()._carry_out()  # before: what was decided in the epoch that ends
+        make_durable = self._begin_reset()
+        for each in self.sessions.values():
+            each.on_reset(each is session, self._clock())
+        durable = asyncio.ensure_future(make_durable())
+        durable.add_done_callback(partial(self._on_reset_done, session))
+
+    @guard_step
+    def _on_reset_done(self, session: Session, ended: asyncio.Future[object]) -> None:
+        error = asyncio.CancelledError() if ended.cancelled() else ended.exception()
+        if self.is_open:
+            session.on_reset_done("" if error is None else f"{type(error).__name__}: {error}")
+            self._carry_out()
+
+    def hold_back(self, session: Session, reason: str) -> None:
+        """Without another engine the lower tiers are held back, and none may join. Else this one is served no more."""
+        if any(each.is_engine and each is not session for each in self.sessions.values()):
+            session.shut_out(reason)
+        elif not self.fault:
+            self.engine.hold_back(reason)
+            self.fault = f"an engine here has other weights than its namespace: {reason}"
+
+    def announce(self, session: Session, keys: Sequence[OffloadKey]) -> None:
+        """Events for one engine about these keys, behind those that there are."""
+        self._deliver_events(self.plane.take_events())
+        assert session.events is not None
+        found = _stored(self.plane.contents(self._clock(), keys))
+        session.events.add([event for each in found for event in (replace(each, removed=True), each)])
+
+    def send_figures(self, session: Session) -> None:
+        """The figures, as far as they have changed for this engine."""
+        stats = self.stats()
+        lost = 0 if session.events is None else session.events.lost
+        session.add_items(session.figures.changes(replace(stats, events_lost=stats.events_lost + lost)))
+
+    def send_all_figures(self, session: Session, number: int) -> None:
+        """All figures as they are, collected once in a short time for all engines."""
+        now = self._clock()
+        if now >= self._document_until:
+            self._document_until, self._document = now + DOCUMENT_SECONDS, document_of(self.stats())
+        session.add_items(parts_of(self._document, number))
+
+    def begin_events(self, session: Session) -> None:
+        """An engine takes events from here on; the first are what the tiers have."""
+        self._deliver_events(self.plane.take_events())
+        session.on_scheduler(events=True)
+        self._set_events()
+        self._add_contents(session)
+
+    def _add_contents(self, session: Session) -> None:
+        if session.events is not None:
+            session.events.add(_stored(self.plane.contents(self._clock())))
+
+    # -- carrying out --------------------------------------------------------------------------------------------
+
+    def _carry_out(self, pumps: bool = True) -> None:
+        if self._handling:
+            return
+        super()._carry_out(pumps)
+        now, sessions = self._clock(), self.sessions.values()
+        while sum(session.advance(now) for session in sessions):  # of each: `any` would stop at the first
+            super()._carry_out()
+        if not sessions:
+            return
+        self._lend(now)
+        self._take_back()
+        super()._carry_out(pumps=False)
+        if events := self.plane.take_events():
+            self._deliver_events(events)
+        self._set_wakes(now)
+        self._send()
+
+    def _lend(self, now: float) -> None:
+        """Lend rows to engines in turn, a few at a time if several want some; none while a reservation lacks rows."""
+        plane = self.plane
+        if plane.control.shortage:
+            return
+        while waiting := [each for each in self.sessions.values() if each.rows_wanted]:
+            first = min(waiting, key=lambda each: (each.lent_in_turn, each.number))
+            self._turns += 1
+            first.lent_in_turn = self._turns
+            wanted = first.rows_wanted
+            rows, generations = plane.lend(min(LENT_AT_ONCE, wanted) if len(waiting) > 1 else wanted, now)
+            if not rows:
+                return
+            first.copying.on_lent(rows, generations)
+
+    def _take_back(self) -> None:
+        """Ask for leases, of the engine first that holds most, where rows are short; and for what is beyond bounds."""
+        short = self.plane.control.shortage
+        for_loans = not short
+        if not short and not self.plane.control.cpu.available:
+            short = max(each.rows_wanted for each in self.sessions.values())
+        for session in sorted(self.sessions.values(), key=lambda each: -each.held):
+            short = max(0, short - session.take_back(short, for_loans))
+
+    def _deliver_events(self, events: Sequence[OffloadingEvent]) -> None:
+        for session in self.sessions.values():
+            if session.events is not None and session.is_engine:
+                session.events.add(events)
+
+    def _set_wakes(self, now: float) -> None:
+        """The next time at which a session has work by time alone."""
+        at = min(each.leasing.wakes_at for each in self.sessions.values())
+        for session in self.sessions.values():
+            if session.events and session.is_engine:
+                session.events.refill(now)
+                at = min(at, session.events.due_at)
+        if self._wakes is not None:
+            self._wakes.cancel()
+            self._wakes = None
+        if at < math.inf:
+            self._wakes = self._loop.call_at(at, self._on_wake)
+
+    @guard_step
+    def _on_wake(self) -> None:
+        self._wakes = None
+        if self.is_open:
+            self._carry_out()
+
+    def _deliver(self, batch: Sequence[Arrival]) -> None:
+        if any(type(each) is PresenceAnswers for each in batch):
+            for session in self.sessions.values():
+                session.leasing.lookups.look_at = min(session.leasing.lookups.look_at, self._clock())
+        super()._deliver(batch)
+
+    def _on_result(self, result: JobResult) -> None:
+        session = self._fills.pop(result.job_id, None)
+        if session is None:
+            super()._on_result(result)
+        else:
+            session.copying.on_fill_end(result.job_id, [outcome for group in result.outcomes for outcome in group])
+
+    def _fail(self, error: BaseException) -> None:
+        """Wrong numbers are their engine's. All else is a defect: half a step may be wrong state."""
+        if not isinstance(error, UsageError | Breach | WireError):
+            self._failed = True
+            self.on_defect(error)
+        raise error
+
+
+def opening_fault(error: Exception) -> str:
+    """The reason why a stack could not be opened, in a line."""
+    if isinstance(error, RootBusyError):
+        return f"{error}; engines of several launches share a root through one `kvtier serve STACK.yaml`"
+    return str(error)
+
+
+def _stored(contents: Sequence[tuple[TierSpec, Sequence[OffloadKey]]]) -> list[OffloadingEvent]:
+    """Events that say what tiers have."""
+    return [OffloadingEvent(tuple(keys), spec.medium, False, spec.name) for spec, keys in contents if keys]
+
+
+def _same_but_pages(one: KVLayout, other: KVLayout) -> bool:
+    """True if two layouts differ in nothing but the bytes of pages."""
+    shape = [(layout.world_size, layout.block_size_factor, layout.replicated) for layout in (one, other)]
+    groups = [[(each.block_size, each.kind, each.window_tokens) for each in layout.groups] for layout in (one, other)]
+    return shape[0] == shape[1] and groups[0] == groups[1]
+
+
+def with_shared_rows(parts: StackParts) -> StackParts:
+    """The parts of a pool: with a CPU tier whose rows other processes can map. A GPU tier is the engines'."""
+    cpu = next(tier for tier in parts.tiers if tier.medium == CPU)
+    shared = type(cpu)(cpu.options.model_copy(update={"shared": "memfd"}))
+    return replace(parts, tiers=[shared if tier is cpu else tier for tier in parts.tiers])

@@ -1,0 +1,49 @@
+"""Bounds of what engines may hold of a pool's rows, so that none leaves too few for the others.
+
+    rows found and leased before a copy: an eighth of the rows for all, in equal parts
+    rows lent ahead: an eighth for all, of which one engine a fourth, or 64 rows where there are few engines
+    all that an engine pins, copies in flight included: half of the rows, while it has company
+
+A CPU tier with few rows keeps three fourths of them for others than loans.
+"""
+
+from __future__ import annotations
+
+SHARE = 8
+ALONE_SHARE = 32
+LENT_MIN = 64
+
+
+class Quotas:
+    """The rows of a pool, what all its sessions have of them, and `engines`, the number of sessions that share them."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self.engines = 0
+        self.found = 0
+        self.lent = 0
+
+    @property
+    def found_most(self) -> int:
+        """Rows that one engine may have from lookups."""
+        return max(1, self.rows // SHARE // max(1, self.engines))
+
+    def found_room(self, of_session: int) -> int:
+        """The number of rows from lookups that a session may have beyond so many."""
+        return max(0, min(self.found_most - of_session, max(1, self.rows // SHARE) - self.found))
+
+    @property
+    def lent_most_of_all(self) -> int:
+        """Rows that may be lent ahead to all engines."""
+        return max(1, self.rows // SHARE, min(LENT_MIN, self.rows // 4))
+
+    @property
+    def lent_most(self) -> int:
+        """Rows that may be lent ahead to one engine."""
+        share = max(1, self.lent_most_of_all // max(1, self.engines))
+        return min(max(LENT_MIN, self.rows // ALONE_SHARE), share)
+
+    @property
+    def pinned_most(self) -> int:
+        """Rows that one engine may hold in all."""
+        return self.rows if self.engines <= 1 else max(1, self.rows // 2)

@@ -1,0 +1,87 @@
+"""The life of a stack process: it serves until a signal comes, or, a private one, until its engines are gone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from kvtier.aio.process_lock import locked_file
+from kvtier.config import parse_stack, stack_parts
+from kvtier.config.load import StackConfig
+from kvtier.service.channel import start_lock
+from kvtier.service.crash_file import CrashFile
+from kvtier.service.earlier_ranks import adopt_ranks
+from kvtier.service.server import StackServer
+from kvtier.stack.signals import ClosingSignals
+
+PREDECESSOR_SECONDS = 45.0
+"""How long a private process waits until an earlier one at its path has written back; its roots are free then."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PrivateLife:
+    """A process that ends by itself with its last engine that leaves, or so long after its last connection.
+
+    `on_listening` is called once it listens.
+    """
+
+    linger_seconds: float
+    on_listening: Callable[[], None]
+
+
+def serve(stack: str, path: str, private: PrivateLife | None = None) -> None:
+    """Serve the stack that a YAML text describes on a socket, until SIGTERM or SIGINT, which then take their course.
+
+    Raises ConfigError, ResourceError.
+    """
+    asyncio.run(_serve(parse_stack(stack), path, private))
+
+
+async def _serve(config: StackConfig, path: str, private: PrivateLife | None) -> None:
+    patience = PREDECESSOR_SECONDS if private is not None else 0.0
+    async with StackServer(lambda namespace: stack_parts(config, namespace), path, patience) as server:
+        if private is not None:  # the process before at this path uses none of them any more
+            config = adopt_ranks(config, _log.warning)
+        server.crash = crash = CrashFile(path)
+        asyncio.get_running_loop().set_exception_handler(partial(_on_exception, crash))
+        ClosingSignals(asyncio.get_running_loop(), server.close).install((signal.SIGTERM, signal.SIGINT))
+        _log.info("the stack is served at %s", path)
+        if private is None:
+            await asyncio.get_running_loop().create_future()
+        else:
+            server.ends_with_engines = True
+            private.on_listening()
+            await _linger(server, path, private.linger_seconds)
+
+
+def _on_exception(crash: CrashFile, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """End the process for an exception of a callback of the loop; one of a task is a line in the log."""
+    error = context.get("exception")
+    if error is not None and "handle" in context:
+        crash.exit(error)
+    loop.default_exception_handler(context)
+
+
+async def _linger(server: StackServer, path: str, seconds: float) -> None:
+    """Return when there was no connection for so long, or when the last engine leaves, with the socket gone.
+
+    That is decided behind the lock of those who start a process: who has found this one in time is served.
+    """
+    while True:
+        await server.wait_idle(seconds)
+        try:
+            with locked_file(start_lock(path)):
+                if server.withdraw_if_idle():
+                    return
+        except TimeoutError:  # a process looks for this one just now
+            continue
+        except OSError as error:  # such as a folder that is gone: no process will find this one
+            _log.warning("the socket %s is given up: %s", path, error)
+            return

@@ -1,0 +1,536 @@
+"""The connections of a stack process: a listening socket, greetings, and items between channels and the pool."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import secrets
+import signal
+import socket
+import struct
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from kvtier.aio.shielded_wait import shielded_wait
+from kvtier.errors import ConfigError, GeometryError, KVTierError, ResourceError, UsageError
+from kvtier.service import wire
+from kvtier.service.channel import Channel, receive_greeting, send_greeting
+from kvtier.service.crash_file import CrashFile
+from kvtier.service.manifests import read_namespace
+from kvtier.service.pool import Pool, opening_fault, with_shared_rows
+from kvtier.service.session import Session
+from kvtier.service.wire import FROM_ENGINE, FROM_WORKER, GREETING, PROTOCOL, Breach, Hello, Refused, Welcome, WireError
+from kvtier.stack.assembly import StackParts
+from kvtier.stack.shutdown import CloseReport
+from kvtier.stack.watching.socket_file import SocketFile
+from kvtier.types.geometry import KVLayout
+from kvtier.types.namespace import Namespace
+
+OUTBOX_BYTES_MAX = 1 << 20
+"""Bytes that wait for an engine which does not read; its connection is closed then."""
+MESSAGES_AT_ONCE = 8
+"""Messages of a connection that are read in one turn of the loop."""
+GREETING_SECONDS = 5.0
+CONNECTIONS_MAX = 1024
+"""Connections, those that greet and processes that may still copy. More are closed unread."""
+ENGINES_MAX = 64
+GREETINGS_PER_SECOND = 4.0
+"""Greetings that are read, on average; at once `CONNECTIONS_MAX`."""
+REST_SECONDS = 1.0
+"""How long no connection is accepted after the process had no descriptor for one."""
+_ACCEPTED_AT_ONCE = 8
+
+_log = logging.getLogger(__name__)
+
+
+class Peer:
+    """A connection of an engine's scheduler or worker, for a session of it."""
+
+    def __init__(self, channel: Channel, engine: Engine, worker: int | None, pidfd: int) -> None:
+        """`pidfd` is of the connected process, and -1 once it is not watched any more."""
+        self.channel = channel
+        self.engine = engine
+        self.pidfd = pidfd
+        self.quiet = worker is None
+        self.session = engine.session
+        self.worker = worker
+        self.writes = False
+
+
+class Engine:
+    """The processes of one life of an engine, and their session.
+
+    `earlier` sessions have lost their connections. Each ends when all processes have exited, or when all workers have
+    connected again and are `Ready`: those that are, are with it. `pidfds` are watched: of the connected processes, and
+    of those in `left`, workers by number that have disconnected and may still copy. `leaves`: the number of its
+    `Leave`, which it waits for.
+    """
+
+    def __init__(self, session: Session, hello: Hello) -> None:
+        self.session = session
+        self.token = hello.token
+        self.engine_id = hello.engine_id
+        self.scheduler: Peer | None = None
+        self.peers: set[Peer] = set()
+        self.pidfds: set[int] = set()
+        self.left: dict[int, set[int]] = {}
+        self.earlier: dict[Session, set[int]] = {}
+        self.leaves: int | None = None
+
+    def has(self, hello: Hello) -> bool:
+        """True if another process is connected as this one."""
+        if hello.role == "scheduler":
+            return self.scheduler is not None
+        return any(peer.worker == hello.participant and peer.session is self.session for peer in self.peers)
+
+
+class StackServer:
+    """Serves engines over a socket in one event loop: `async with` opens the socket, and closes it and the stack.
+
+    The first engine brings the layout, so the stack opens with it. `parts` makes the parts of a stack for a namespace.
+    Engines of another namespace are refused. Another process at the path may take `patience_seconds` to end.
+    With `ends_with_engines` the process ends once its last engine leaves, see `wait_idle`.
+    """
+
+    def __init__(self, parts: Callable[[Namespace], StackParts], path: str, patience_seconds: float = 0.0) -> None:
+        self.incarnation = secrets.token_hex(8)
+        self.crash: CrashFile | None = None
+        self.ends_with_engines = False
+        self._parts = parts
+        self._path = path
+        self._patience_seconds = patience_seconds
+        self._pool: Pool | None = None
+        self._layout: KVLayout | None = None
+        self._opening = asyncio.Lock()
+        self._engines: dict[str, Engine] = {}
+        self._greeting: set[asyncio.Task[None]] = set()
+        self._greetings_left = float(CONNECTIONS_MAX)
+        self._greeted_at = 0.0
+        self._changed = asyncio.Event()
+        self._file: SocketFile | None = None
+        self._resting: asyncio.TimerHandle | None = None
+        self._closing: asyncio.Task[None] | None = None
+
+    async def wait_idle(self, seconds: float) -> None:
+        """Return when there was no connection for so long, or at once when the last engine leaves."""
+        while True:
+            self._changed.clear()
+            if self._has_connections:
+                self._let_go(wire.Left)
+                await self._changed.wait()
+                continue
+            if any(engine.leaves for engine in self._engines.values()):
+                return
+            try:
+                async with asyncio.timeout(seconds):
+                    await self._changed.wait()
+            except TimeoutError:
+                return
+
+    @property
+    def _has_connections(self) -> bool:
+        """True while an engine is connected that does not leave, or may be soon."""
+        return bool(self._greeting) or any(each.peers and not each.leaves for each in self._engines.values())
+
+    def _let_go(self, make_left: Callable[[int], wire.Left]) -> None:
+        """Answer the engines that leave."""
+        for engine in self._engines.values():
+            if engine.leaves and engine.scheduler is not None:
+                self._send_to(engine.scheduler, [make_left(engine.leaves)])
+            engine.leaves = None
+
+    def withdraw_if_idle(self) -> bool:
+        """Let no process connect any more, unless one is connected or about to be."""
+        self._accept()
+        if self._has_connections or self._file is None:
+            return False
+        self._stop_accepting()
+        self._file.withdraw()
+        return True
+
+    async def __aenter__(self) -> StackServer:
+        self.open()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    @property
+    def pool(self) -> Pool:
+        """The pool. Raises UsageError before the first engine came."""
+        if self._pool is None:
+            raise UsageError("no engine has come yet")
+        return self._pool
+
+    def open(self) -> None:
+        """Listen. Raises ResourceError if the path is not free."""
+        self._loop = asyncio.get_running_loop()
+        self._file = SocketFile.claim(self._path, socket.SOCK_SEQPACKET, self._patience_seconds)
+        self._loop.add_reader(self._file.fd, self._accept)
+
+    async def close(self) -> None:
+        """Let no process connect, say so to the engines, write back within the stack's closing time. Idempotent.
+
+        The path is free for another process when that has ended, and so are the folders of the stack.
+        """
+        if self._closing is None:
+            self._closing = asyncio.ensure_future(self._close())
+        await shielded_wait(self._closing)
+
+    async def _close(self) -> None:
+        if self._file is None:
+            return
+        self._stop_accepting()
+        self._file.withdraw()
+        try:
+            for task in tuple(self._greeting):
+                task.cancel()
+            for engine in self._engines.values():
+                if engine.scheduler is not None:
+                    engine.scheduler.channel.send([wire.Closing("the stack process ends")])
+            if self._pool is not None:
+                await self._pool.close()
+                report = self._pool.close_report or CloseReport(0, 0)
+                self._let_go(lambda number: wire.Left(number, True, report.dropped_blocks, report.unfinished_jobs))
+            for engine in list(self._engines.values()):
+                self._forget(engine)
+        finally:
+            if self.crash is not None:
+                self.crash.close()
+            self._file.release()
+
+    def _forget(self, engine: Engine) -> None:
+        """Close what an engine's processes are connected by."""
+        for peer in list(engine.peers):
+            self._disconnect(peer, "the stack process ends")
+        for pidfd in list(engine.pidfds):
+            self._stop_watching(engine, pidfd)
+
+    # -- greetings -----------------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        """Take in those that wait, some in one turn of the loop."""
+        assert self._file is not None
+        try:
+            for _ in range(_ACCEPTED_AT_ONCE):
+                self._begin_greeting(self._file.accept())
+        except (BlockingIOError, ConnectionError):
+            return
+        except OSError as error:  # such as no descriptor: what waits would call this at once again
+            _log.warning("the socket %s rests for %g s: %s", self._path, REST_SECONDS, error)
+            self._stop_accepting()
+            self._resting = self._loop.call_later(REST_SECONDS, self._accept_again)
+
+    def _accept_again(self) -> None:
+        assert self._file is not None
+        self._loop.add_reader(self._file.fd, self._accept)
+
+    def _stop_accepting(self) -> None:
+        if self._resting is not None:
+            self._resting.cancel()
+        if self._file is not None and self._file.fd >= 0:
+            self._loop.remove_reader(self._file.fd)
+
+    def _begin_greeting(self, sock: socket.socket) -> None:
+        if not self._has_room():
+            sock.close()
+            return
+        sock.setblocking(False)
+        task = asyncio.ensure_future(self._greet(sock))
+        self._greeting.add(task)
+        task.add_done_callback(self._on_greeted)
+        self._changed.set()
+
+    def _has_room(self) -> bool:
+        """True if one connection more may greet: a process that connects again and again costs others little."""
+        now = self._loop.time()
+        earned = (now - self._greeted_at) * GREETINGS_PER_SECOND
+        self._greetings_left = min(float(CONNECTIONS_MAX), self._greetings_left + earned)
+        self._greeted_at = now
+        if self._greetings_left < 1 or len(self._greeting) + self._num_watched >= CONNECTIONS_MAX:
+            return False
+        self._greetings_left -= 1
+        return True
+
+    @property
+    def _num_watched(self) -> int:
+        """Processes that are connected, or may still copy."""
+        return sum(len(engine.pidfds) for engine in self._engines.values())
+
+    def _on_greeted(self, task: asyncio.Task[None]) -> None:
+        self._greeting.discard(task)
+        self._changed.set()
+        if not task.cancelled():
+            task.result()  # what it raises is a defect
+
+    async def _greet(self, sock: socket.socket) -> None:
+        """Take in a process, or refuse it with one line."""
+        with ExitStack() as undo:
+            undo.callback(sock.close)
+            try:
+                async with asyncio.timeout(GREETING_SECONDS):
+                    await _readable(sock)
+                hello, descriptors = receive_greeting(sock, GREETING)
+            except (OSError, KVTierError) as error:
+                if not isinstance(error, ConnectionResetError):  # one that only looked whether a process listens
+                    _log.warning("a connection did not begin with a greeting: %s", error)
+                return
+            for fd in descriptors:
+                undo.callback(os.close, fd)
+            fault = self._fault(sock, hello, descriptors) or await self._open_pool(hello)
+            if fault:
+                with suppress(OSError):
+                    send_greeting(sock, Refused(fault[: wire.TEXT_CHARACTERS_MAX]))
+                _log.warning("a process is not served: %s", fault)
+                return
+            undo.pop_all()
+        self._welcome(sock, hello, descriptors[0])
+
+    def _fault(self, sock: socket.socket, hello: object, descriptors: list[int]) -> str:
+        """Why a process is not served; empty if it is."""
+        pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        if uid != os.geteuid():
+            return f"user {uid} is not allowed"
+        if not isinstance(hello, Hello) or len(descriptors) != 1:
+            return "a greeting is a Hello and a pidfd"
+        if fault := _pidfd_fault(descriptors[0], pid):
+            return fault
+        if self.crash is not None and (fault := self.crash.refusal(hello.engine_id)):
+            return fault
+        if PROTOCOL not in hello.protocols:
+            return f"this release speaks protocol {PROTOCOL}, the engine {hello.protocols}"
+        if len(self._engines) >= ENGINES_MAX and hello.token not in self._engines:
+            return f"{ENGINES_MAX} engines are served already"
+        return ""
+
+    async def _open_pool(self, hello: Hello) -> str:
+        """Open the stack with the first engine's namespace. Why this engine is not served; empty if it is."""
+        async with self._opening:
+            try:
+                namespace = read_namespace(hello.manifest)
+                if self._pool is not None and self._pool.is_spent:
+                    spent, self._pool = self._pool, None
+                    await spent.close()
+                if self._pool is None:
+                    parts = with_shared_rows(self._parts(namespace))
+                    pool = Pool(parts, self._send_all, lambda found: self._parts(found).namespace)
+                    if self.crash is not None:
+                        pool.on_defect = self.crash.exit
+                    await pool.open()
+                    self._pool, self._layout = pool, namespace.layout
+            except (ConfigError, ResourceError, GeometryError, WireError) as error:
+                return opening_fault(error)
+        if self.pool.fault:
+            return self.pool.fault
+        if namespace.layout != self._layout:
+            return "its blocks have another layout than those of the engines here"
+        if hello.participant not in range(self.pool.geometry.world_size):
+            return f"there is no worker {hello.participant} among {self.pool.geometry.world_size}"
+        engine = self._engines.get(hello.token)
+        if engine is not None and not engine.session.lost and engine.has(hello):
+            return f"{hello.role} {hello.participant} of this engine is connected already"
+        return ""
+
+    def _welcome(self, sock: socket.socket, hello: Hello, pidfd: int) -> None:
+        engine = self._engine_of(hello)
+        schedules = hello.role == "scheduler"
+        geometry = self.pool.geometry
+        sent = [] if schedules else list(self.pool.descriptors)
+        welcome = Welcome(
+            PROTOCOL,
+            self.incarnation,
+            engine.session.number,
+            self.pool.num_rows,
+            self.pool.row_bytes,
+            geometry.alignment,
+        )
+        try:
+            send_greeting(sock, welcome, sent)
+        except OSError as error:
+            _log.warning("a process left before it was welcome: %s", error)
+            sock.close()
+            os.close(pidfd)
+            self._end_if_gone(engine)
+            return
+        channel = Channel(sock, FROM_ENGINE if schedules else FROM_WORKER, OUTBOX_BYTES_MAX)
+        peer = Peer(channel, engine, None if schedules else hello.participant, pidfd)
+        engine.peers.add(peer)
+        engine.pidfds.add(pidfd)
+        self._loop.add_reader(pidfd, self._on_exit, engine, pidfd)
+        self._loop.add_reader(channel, self._on_readable, peer)
+        if schedules:
+            engine.scheduler = peer
+        self._take_in(peer, [hello])
+
+    def _engine_of(self, hello: Hello) -> Engine:
+        """The engine of a greeting, with a session that is not lost."""
+        engine = self._engines.get(hello.token)
+        if engine is None:
+            engine = self._engines[hello.token] = Engine(self.pool.begin_session(), hello)
+        elif engine.session.lost:
+            engine.earlier[engine.session] = set()
+            engine.session = self.pool.begin_session()
+        return engine
+
+    # -- items ---------------------------------------------------------------------------------------------------
+
+    def _on_readable(self, peer: Peer) -> None:
+        items = peer.channel.receive(MESSAGES_AT_ONCE)
+        if items:
+            self._take_in(peer, items)
+        if peer.channel.closed:
+            self._disconnect(peer, peer.channel.fault)
+
+    def _take_in(self, peer: Peer, items: Sequence[Any]) -> None:
+        """Take in what a process sent. Wrong numbers end its connection, and a defect this process."""
+        if self.crash is not None:
+            self.crash.begin(peer.engine.engine_id, items)
+        try:
+            self._handle_items(peer, items)
+        except (Breach, WireError, UsageError) as error:
+            self._disconnect(peer, str(error))
+        finally:
+            if self.crash is not None:
+                self.crash.end()
+
+    def _handle_items(self, peer: Peer, items: Sequence[Any]) -> None:
+        """A step of the pool. The file for defects names this function."""
+        session, first = peer.session, items[0]
+        if type(first) is Hello:
+            (self.pool.on_scheduler if peer.worker is None else self.pool.on_worker)(session, first)
+        elif peer.worker is None:
+            if type(items[-1]) is wire.Leave:
+                self._on_leave(peer.engine, items[-1])
+                items = items[:-1]
+            self.pool.handle(session, items)
+        else:
+            if type(items[-1]) is wire.Quiet:
+                peer.quiet, items = True, items[:-1]
+            self.pool.on_worker_items(session, peer.worker, items)
+            if any(type(item) is wire.Ready for item in items):
+                self._end_earlier(peer.engine, peer.worker)
+
+    def _end_earlier(self, engine: Engine, worker: int) -> None:
+        """A worker has no copy of an earlier session: each ends once that holds for all workers."""
+        for session, ready in list(engine.earlier.items()):
+            ready.add(worker)
+            if len(ready) == self.pool.geometry.world_size:
+                del engine.earlier[session]
+                self.pool.end_session(session, exited=True)
+        for pidfd in engine.left.pop(worker, ()):
+            self._stop_watching(engine, pidfd)
+
+    def _on_leave(self, engine: Engine, item: wire.Leave) -> None:
+        engine.leaves = item.number
+        self._changed.set()
+        if not self.ends_with_engines:
+            self._let_go(wire.Left)
+
+    def _send_all(self) -> None:
+        for engine in self._engines.values():
+            peer = engine.scheduler
+            if peer is not None:
+                self._send_to(peer, engine.session.take_items(events=not peer.channel.waiting_bytes))
+            if questions := engine.session.take_questions():
+                for worker in [each for each in engine.peers if each.worker is not None]:
+                    self._send_to(worker, questions)
+
+    def _send_to(self, peer: Peer, items: Sequence[wire.Item]) -> None:
+        if not items:
+            return
+        if not peer.channel.send(items):
+            self._loop.call_soon(self._disconnect, peer, "it does not read what it is sent")
+        elif peer.channel.waiting_bytes and not peer.writes:
+            peer.writes = True
+            self._loop.add_writer(peer.channel, self._on_writable, peer)
+
+    def _on_writable(self, peer: Peer) -> None:
+        if peer.channel.flush():
+            peer.writes = False
+            self._loop.remove_writer(peer.channel)
+
+    # -- ends ----------------------------------------------------------------------------------------------------
+
+    def _disconnect(self, peer: Peer, fault: str) -> None:
+        engine = peer.engine
+        if peer not in engine.peers:
+            return
+        engine.peers.discard(peer)
+        self._loop.remove_reader(peer.channel)
+        self._loop.remove_writer(peer.channel)
+        peer.channel.close()
+        self._changed.set()
+        if peer is engine.scheduler:
+            engine.scheduler = None
+        if peer.quiet:
+            self._stop_watching(engine, peer.pidfd)
+        elif peer.worker is not None and peer.pidfd in engine.pidfds:
+            engine.left.setdefault(peer.worker, set()).add(peer.pidfd)
+        if not peer.session.lost:
+            _log.info("engine %d: a connection has ended: %s", peer.session.number, fault)
+            if self.pool.is_open:
+                self.pool.end_session(peer.session, exited=False)
+            for other in [each for each in engine.peers if each.session is peer.session]:
+                self._disconnect(other, fault)
+        self._end_if_gone(engine)
+
+    def _stop_watching(self, engine: Engine, pidfd: int) -> None:
+        if pidfd in engine.pidfds:
+            engine.pidfds.discard(pidfd)
+            self._loop.remove_reader(pidfd)
+            os.close(pidfd)
+            for left in engine.left.values():
+                left.discard(pidfd)
+
+    def _on_exit(self, engine: Engine, pidfd: int) -> None:
+        """A process of an engine has exited. A forked child may hold its connection."""
+        self._stop_watching(engine, pidfd)
+        for peer in [each for each in engine.peers if each.pidfd == pidfd]:
+            peer.pidfd = -1
+            self._disconnect(peer, "its process has exited")
+        self._end_if_gone(engine)
+
+    def _end_if_gone(self, engine: Engine) -> None:
+        """Free the rows of an engine once no process of it is left that may copy. Idempotent."""
+        if engine.pidfds or self._engines.get(engine.token) is not engine:
+            return
+        del self._engines[engine.token]
+        self._changed.set()
+        if self.pool.is_open:
+            for session in (*engine.earlier, engine.session):
+                self.pool.end_session(session, exited=True)
+
+
+def _pidfd_fault(fd: int, pid: int) -> str:
+    """A descriptor that shows the exit of no process, or of another one, would give rows away that are copied into."""
+    try:
+        signal.pidfd_send_signal(fd, 0)
+    except OSError as error:
+        if error.errno in (errno.EBADF, errno.ESRCH):
+            return "its descriptor is no pidfd of a process that runs"  # EINVAL, EPERM: it is in another namespace
+    with suppress(OSError):
+        for line in Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name == "Pid" and pid > 0 and 0 < int(value) != pid:
+                return "its pidfd is that of another process"
+    return ""
+
+
+def _set(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+async def _readable(sock: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[None] = loop.create_future()
+    loop.add_reader(sock, partial(_set, future))
+    try:
+        await future
+    finally:
+        loop.remove_reader(sock)

@@ -1,0 +1,216 @@
+"""Rows of a simulated stack process, the tier that owns them, and the oracle of what may be in them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from random import Random
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from kvtier.control.plane.control_plane import ControlPlane
+from kvtier.control.tiers.slot_table import FILLING, FREE, LENT, QUARANTINED, READY, RETIRED, SlotState
+from kvtier.options import PolicyName, TierOptions
+from kvtier.testing.driver import TestRows, content
+from kvtier.testing.memory import MemoryStorage, MemoryTier
+from kvtier.tier.checksum import checksum
+from kvtier.tier.contract import LoadStore, Opened, SlotSpace, TierContext
+from kvtier.types.geometry import Geometry
+from kvtier.types.jobs import STORED, JobResult, TransferJob
+from kvtier.types.keys import CPU, Medium, OffloadKey
+from simulator.loop import VirtualLoop
+
+VIOLATIONS_MAX = 20
+ID_BYTES = 8
+
+
+class FillRecord:
+    """A store of an engine: its bytes name it. `foreign`: of other weights than its namespace names."""
+
+    __slots__ = ("foreign", "keys", "model", "number", "owner", "refused", "void")
+
+    def __init__(self, number: int, model: str, owner: int, keys: Sequence[OffloadKey], foreign: bool) -> None:
+        self.number = number
+        self.model = model
+        self.owner = owner
+        self.keys = frozenset(keys)
+        self.foreign = foreign
+        self.refused = False
+        self.void: dict[OffloadKey, int] = {}
+        """For keys whose block was reachable when a reset came: the number of the first such reset."""
+
+
+class ServiceOracle:
+    """All that was stored, and what breaks a promise."""
+
+    def __init__(self, loop: VirtualLoop) -> None:
+        self.loop = loop
+        self.trace: list[tuple[float, str]] = []
+        self.violations: list[str] = []
+        self.covered: Counter[str] = Counter()
+        self.fills: list[FillRecord] = []
+        self.resets = 0
+
+    def note(self, text: str) -> None:
+        """Write a line of the trace."""
+        self.trace.append((self.loop.time(), text))
+
+    def violation(self, text: str) -> None:
+        """A promise was broken: record it and end the run."""
+        self.note(f"VIOLATION: {text}")
+        if len(self.violations) < VIOLATIONS_MAX:
+            self.violations.append(text)
+        self.loop.stop()
+
+    def begin_fill(self, model: str, owner: int, keys: Sequence[OffloadKey], foreign: bool) -> FillRecord:
+        """An engine stores blocks; each page holds the bytes of `page`."""
+        self.fills.append(FillRecord(len(self.fills), model, owner, keys, foreign))
+        return self.fills[-1]
+
+    @staticmethod
+    def page(key: OffloadKey, fill: int, worker: int, sub_block: int, length: int) -> bytes:
+        """A page of a block of a fill."""
+        body = content(OffloadKey(key + bytes((worker, sub_block))), fill, length - ID_BYTES)
+        return fill.to_bytes(ID_BYTES, "little") + body.tobytes()
+
+    def fill_of(self, page: bytes, key: OffloadKey, worker: int, sub_block: int) -> FillRecord | None:
+        """The fill that a page was stored by; None if these are the bytes of no fill of this key."""
+        number = int.from_bytes(page[:ID_BYTES], "little")
+        if number >= len(self.fills) or key not in self.fills[number].keys:
+            return None
+        return self.fills[number] if page == self.page(key, number, worker, sub_block, len(page)) else None
+
+    def on_reset(self, reachable: Sequence[tuple[OffloadKey, bytes]]) -> int:
+        """A reset is handled: these blocks, by the pages that begin them, were reachable."""
+        self.resets += 1
+        for key, page in reachable:
+            number = int.from_bytes(page[:ID_BYTES], "little")
+            if number < len(self.fills):
+                self.fills[number].void.setdefault(key, self.resets)
+        return self.resets
+
+
+class ServiceRows:
+    """The rows of one life of the stack process, as its engines' workers map them."""
+
+    def __init__(self, rows: TestRows, geometry: Geometry) -> None:
+        self.rows = rows
+        self.geometry = geometry
+        self.plane: ControlPlane | None = None
+        """None once the process has been killed: nothing gives its rows to others."""
+
+    def check(self, oracle: ServiceOracle, row: int, generation: int, filling: bool) -> None:
+        """A copy is about to touch a row: it must be the copy's still."""
+        if self.plane is None:
+            return
+        table = self.plane.control.cpu.table
+        allowed = (LENT, FILLING, QUARANTINED) if filling else (READY, QUARANTINED)
+        if table.generation[row] != generation or table.state[row] not in allowed or not table.pins[row]:
+            what = "filled" if filling else "read"
+            oracle.violation(
+                f"row {row} is {what} as generation {generation}, and is generation {table.generation[row]}, "
+                f"{SlotState(table.state[row]).name} with {table.pins[row]} pins"
+            )
+
+    def check_all_free(self, oracle: ServiceOracle) -> None:
+        """Every engine has gone and nothing is in flight: no row is held."""
+        assert self.plane is not None
+        counts = self.plane.control.cpu.table.counts
+        if counts[LENT] or counts[QUARANTINED] or counts[FILLING]:
+            oracle.violation(f"without an engine {counts[LENT]} rows are lent, {counts[QUARANTINED]} in quarantine")
+        table = self.plane.control.cpu.table
+        retained = self.plane.control.cpu.retained.slots
+        held = [row for row in range(len(table)) if table.pins[row] > (row in retained)]
+        if held and not self.plane.dirty_rows:
+            oracle.violation(f"without an engine and without dirty rows {held} are pinned")
+        if counts[FREE] + counts[READY] + counts[RETIRED] != len(table):
+            oracle.violation("rows are missing")
+
+
+class ServiceCPUOptions(TierOptions):
+    """Options of the simulated rows."""
+
+    type: Literal["cpu"] = "cpu"
+    rows: int = 8
+    policy: PolicyName = "lru"
+    free_watermark: float = 0.0
+    retained_max: float = 0.25
+
+
+class ServiceCPU(LoadStore):
+    """A CPU tier whose rows are copied by engines: it waits for their reports and seals."""
+
+    medium: ClassVar[Medium] = CPU
+    BLOCK_SIZE_ALIGNMENT: ClassVar[int] = 64
+    Options: ClassVar[type[TierOptions]] = ServiceCPUOptions
+
+    def __init__(self, options: ServiceCPUOptions, rng: Random | None = None) -> None:
+        super().__init__(options)
+        self.options: ServiceCPUOptions = options
+        self._rng = rng
+        self._context: TierContext | None = None
+        self._rows: TestRows | None = None
+        self.mapped: ServiceRows
+
+    @property
+    def rows(self) -> Any:
+        """The rows."""
+        assert self._rows is not None
+        return self._rows
+
+    async def open(self, context: TierContext) -> Opened:
+        """Make the rows."""
+        geometry = context.geometry
+        self._context = context
+        self._rows = TestRows(self.options.rows, geometry.row_bytes, geometry.world_size)
+        self.mapped = ServiceRows(self._rows, geometry)
+        size = self.options.rows * geometry.row_bytes
+        return Opened(size, SlotSpace(size, (1,), (geometry.row_bytes,) * geometry.num_groups))
+
+    async def store(self, job: TransferJob) -> JobResult:
+        """Wait until the workers have reported each row, then seal those that are whole."""
+        assert self._context is not None
+        geometry = self._context.geometry
+        copiers = self._context.workers[: geometry.num_copies]
+        reports = await asyncio.gather(*[copier.load(job) for copier in copiers])
+        if self._rng is not None and self._rng.random() < 0.3:
+            await asyncio.sleep(self._rng.random() * 0.002)
+        outcomes = []
+        for at, group in enumerate(job.gpu_groups):
+            merged = [
+                next((each for each in one if not each.ok), STORED)
+                for one in zip(*(report.outcomes[at] for report in reports), strict=True)
+            ]
+            for row, outcome in zip(group.rows.tolist(), merged, strict=True):
+                if outcome.ok:
+                    view = self.rows.view[row][: geometry.aligned_bytes(group.group)]
+                    view[geometry.kv_bytes_per_offloaded_block(group.group) :] = 0
+                    self.rows.set_checksum(row, checksum(view.data))
+            outcomes.append(tuple(merged))
+        return JobResult(job.job_id, tuple(outcomes))
+
+    async def load(self, job: TransferJob) -> JobResult:
+        """Engines copy out of rows themselves."""
+        raise AssertionError("a stack process loads nothing into GPU blocks")
+
+    async def close(self) -> None:
+        """Nothing is released."""
+
+
+class SlowMemory(MemoryTier):
+    """The tier below, whose jobs take time and sometimes fail. `storage` outlives a killed process."""
+
+    def __init__(self, options: TierOptions, storage: MemoryStorage, rng: Random) -> None:
+        super().__init__(options, storage)
+        self._rng = rng
+
+    async def _run(self, job: TransferJob, kind: Any) -> JobResult:
+        await asyncio.sleep(self._rng.random() * self._rng.choice((1e-4, 1e-3, 0.02)))
+        return await super()._run(job, kind)
+
+
+def zeros(length: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """A page of a GPU that nothing was loaded into."""
+    return np.zeros(length, np.uint8)

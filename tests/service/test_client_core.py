@@ -1,0 +1,221 @@
+"""The state of an engine over several connections, without I/O."""
+
+from __future__ import annotations
+
+from errno import ESTALE
+
+import pytest
+from support_service import NAMESPACE, block_keys
+
+from kvtier.client.core import EngineCore
+from kvtier.client.request import ClientRequest
+from kvtier.service import wire
+from kvtier.service.wire import LEASED, Keys, Places
+from kvtier.tier.contract import LookupResult
+from kvtier.types.gpu_runs import GPURuns
+from kvtier.types.jobs import BlockStatus, GPUGroup, JobKind, TransferJob
+from kvtier.types.keys import GroupIndex, JobId
+
+KEYS = block_keys(3)
+MANIFEST = NAMESPACE.manifest().encode()
+
+
+def served() -> EngineCore:
+    """An engine that has joined with its greeting."""
+    core = EngineCore()
+    core.joins, core.manifest = True, MANIFEST
+    core.take_in([wire.Notes(0, ["note"]), wire.Joined()])
+    assert core.serves
+    core.is_new = False
+    return core
+
+
+def taken(core: EngineCore, kind: type[wire.Item]) -> list[wire.Item]:
+    """The items of a kind that the next step would send; all are sent."""
+    found = [item for item in core.out if isinstance(item, kind)]
+    core.out.clear()
+    return found
+
+
+def job(kind: JobKind) -> TransferJob:
+    return TransferJob(JobId(9), kind, (GPUGroup(GroupIndex(0), KEYS, GPURuns.whole(range(3))),))
+
+
+def leased(core: EngineCore) -> ClientRequest:
+    """A request that was found three rows."""
+    request = core.request("r", KEYS)
+    (asked,) = taken(core, wire.Ask)
+    assert isinstance(asked, wire.Ask)
+    core.take_in([wire.Found(asked.number, bytes([LEASED] * 3), Places.of([5, 6, 7], [1, 1, 1]))])
+    assert core.lookup(request, KEYS) == [LookupResult.HIT] * 3
+    return request
+
+
+def connect_again(core: EngineCore) -> None:
+    core.on_connected()
+    core.take_in([wire.Notes(0, ["note"])])
+
+
+def test_without_a_connection_all_is_a_miss_and_stores_are_dropped() -> None:
+    core = served()
+    request = leased(core)
+    core.take_in([wire.Lent(Places.of([8, 9, 10], [1, 1, 1]))])
+    part = core.begin_store(job(JobKind.STORE), waits=True)
+    assert part is not None
+    core.lose()
+    assert (core.serves, core.room, core.out) == (False, 0, [])
+    assert core.lookup(request, KEYS) == [LookupResult.MISS] * 3
+    (result,) = core.take_results()
+    assert [outcome.status for outcome in result.outcomes[0]] == [BlockStatus.DROPPED] * 3
+    core.end_store(part.job_id, ESTALE)
+    request.end()
+    assert core.out == []
+    assert core.begin_store(job(JobKind.STORE)) is None
+
+
+def test_it_joins_again_when_its_workers_are_there_and_asks_afresh() -> None:
+    core = served()
+    request = leased(core)
+    core.lose()
+    core.on_connected()
+    assert not core.serves
+    assert core.lookup(request, KEYS) == [LookupResult.MISS] * 3
+    core.take_in([wire.Notes(0, ["one"], last=False)])
+    assert not taken(core, wire.Join)
+    core.take_in([wire.Notes(1, ["two"])])
+    assert taken(core, wire.Join) == [wire.Join(MANIFEST)]
+    core.take_in([wire.Joined(follows=True)])
+    assert (core.serves, core.is_new, core.follows, core.notes) == (True, True, True, ["one", "two"])
+    assert core.lookup(request, KEYS) == [LookupResult.RETRY] * 3
+    core.ask(request, KEYS)
+    assert [ask.keys for ask in taken(core, wire.Ask)] == [Keys.of(KEYS)]  # type: ignore[attr-defined]
+
+
+def test_a_name_that_is_known_late_is_sent_to_the_process_that_there_is() -> None:
+    core = EngineCore()
+    core.join(MANIFEST)
+    assert not taken(core, wire.Join)
+    core.lose()
+    connect_again(core)
+    assert taken(core, wire.Join) == [wire.Join(MANIFEST)]
+    core.join(MANIFEST)
+    assert not taken(core, wire.Join)
+
+
+def test_no_connection_is_made_while_a_load_needs_the_rows_of_the_one_before() -> None:
+    core = served()
+    load = core.begin_load(job(JobKind.LOAD), leased(core))
+    assert load is not None
+    core.lose()
+    assert not core.is_drained
+    core.on_load_end(load.job_id)
+    assert core.is_drained
+    (result,) = core.take_results()
+    assert [outcome.status for outcome in result.outcomes[0]] == [BlockStatus.LOADED] * 3
+    core.on_load_end(load.job_id)
+    assert not core.ended
+
+
+def test_a_load_that_had_ended_when_the_connection_did_needs_nothing() -> None:
+    core = served()
+    load = core.begin_load(job(JobKind.LOAD), leased(core))
+    assert load is not None
+    core.on_load_end(load.job_id)
+    core.lose()
+    assert core.is_drained
+    assert len(core.take_results()) == 1
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_load_that_a_reset_overtook_is_loaded_for_nobody(ended: bool) -> None:
+    core = served()
+    load = core.begin_load(job(JobKind.LOAD), leased(core))
+    assert load is not None
+    core.take_in([wire.Void()])
+    core.on_load_end(load.job_id)
+    assert not core.ended  # the stack process will say so
+    if ended:
+        core.take_in([wire.Ended(load.job_id, [(3, "cancelled", "", 0)])])
+    else:
+        core.lose()
+    (result,) = core.take_results()
+    assert [outcome.status for outcome in result.outcomes[0]] == [BlockStatus.CANCELLED] * 3
+    assert core.is_drained
+
+
+def test_a_reset_that_no_process_made_durable_is_sent_to_the_next_one() -> None:
+    core = served()
+    core.reset()
+    (first,) = taken(core, wire.Reset)
+    core.lose()
+    connect_again(core)
+    assert not taken(core, wire.Reset)
+    core.take_in([wire.Joined()])
+    assert (core.serves, core.resetting) == (False, True)
+    (second,) = taken(core, wire.Reset)
+    assert isinstance(first, wire.Reset)
+    assert isinstance(second, wire.Reset)
+    core.take_in([wire.ResetDone(first.number)])
+    assert not core.serves
+    core.take_in([wire.ResetDone(second.number)])
+    assert core.serves
+    core.lose()
+    connect_again(core)
+    core.take_in([wire.Joined()])
+    assert core.serves
+    assert not taken(core, wire.Reset)
+
+
+def test_a_reset_without_a_connection_is_sent_to_the_next_process() -> None:
+    core = served()
+    core.lose()
+    core.reset()
+    core.reset()
+    assert core.out == []
+    connect_again(core)
+    core.take_in([wire.Weights(0, wire.CHANGED), wire.Joined()])
+    (reset,) = taken(core, wire.Reset)
+    assert isinstance(reset, wire.Reset)
+    assert reset.loads == 1
+    assert not core.serves
+
+
+def test_figures_that_were_asked_for_in_vain_are_asked_for_again() -> None:
+    core = served()
+    core.ask_stats()
+    core.lose()
+    assert core.stats_pending == 0
+
+
+def test_rows_go_back_in_a_rest_and_are_asked_for_with_the_next_lookup() -> None:
+    core = served()
+    core.want_rows()
+    assert taken(core, wire.Want) == [wire.Want(64)]
+    places = [(row, 1) for row in range(1500)]
+    core.take_in([wire.Lent(Places.of(*zip(*places, strict=True)))])
+    core.rest()
+    assert core.out[0] == wire.Want(0)
+    returned = taken(core, wire.Return)
+    assert [pair for item in returned for pair in item.places.pairs()] == places  # type: ignore[attr-defined]
+    assert len(returned) == 2, "parts that fit a message"
+    core.rest()
+    assert core.out == []
+    core.take_in([wire.Lent(Places.of([7], [2]))])  # on its way since before
+    core.rest()
+    assert core.out == [wire.Return(Places.of([7], [2]))]
+    core.out.clear()
+    core.request("r", KEYS)
+    assert [type(item) for item in core.out] == [wire.Want, wire.Ask]
+    assert core.out[0] == wire.Want(64)
+
+
+def test_what_a_revoke_names_beyond_a_message_goes_back_in_parts() -> None:
+    core = served()
+    places = [(row, 1) for row in range(9000)]
+    for first in range(0, 9000, 1000):
+        core.take_in([wire.Lent(Places.of(*zip(*places[first : first + 1000], strict=True)))])
+    core.take_in([wire.Revoke([], 8000)])
+    assert sum(len(message) for message in wire.FROM_ENGINE.encode(core.out, 0)) > wire.MESSAGE_BYTES_MAX
+    returned = [pair for item in taken(core, wire.Return) for pair in item.places.pairs()]  # type: ignore[attr-defined]
+    assert returned == places[:8000]
+    assert core.room == 1000

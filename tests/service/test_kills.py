@@ -1,0 +1,159 @@
+"""Engines and stack processes that are killed while copies, fills and leases are open."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import select
+import signal
+import socket
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support_served import Served, served
+from support_service import TestEngine, block_keys, stack_process, stack_text, until
+from support_victims import NUMBERS, RUN, Victims, victims
+
+from kvtier.types.jobs import JobKind
+
+STORE, LOAD = JobKind.STORE, JobKind.LOAD
+KINDS = ("engine", "worker", "scheduler")
+ROWS = 1024
+"""Fewer than the blocks of the victims, so that rows are used again."""
+BACK_SECONDS = 1.0
+
+
+def strike(found: Victims, rng: random.Random) -> tuple[float, dict[str, int]]:
+    """Kill a victim, most often with something open. (The time of its exit, what was open.)"""
+    until(lambda: found.pid, "the victim serves")
+    pidfd = os.pidfd_open(found.pid)
+    try:
+        wants = rng.choice(("copy", "fill", "lease", ""))
+        end = time.monotonic() + rng.random() * 0.1 + (2.0 if wants else 0.0)
+        time.sleep(rng.random() * 0.03)
+        while time.monotonic() < end and not (wants and found.open()[wants]):
+            time.sleep(0.0005)
+        os.kill(found.pid, signal.SIGKILL)
+        select.select([pidfd], [], [], 30)
+        return time.monotonic(), found.open()
+    finally:
+        os.close(pidfd)
+
+
+def are_free(service: Served) -> bool:
+    """True once the rows of all engines but one are free again."""
+
+    def look() -> bool:
+        pool = service.server.pool
+        return len(service.server._engines) == 1 and len(pool.sessions) == 1
+
+    return service.run(look) and service.rows().get("QUARANTINED", 0) == 0
+
+
+def loads_right(witness: TestEngine, rng: random.Random, counts: Counter[str]) -> None:
+    """Load blocks of the victims: the bytes that were stored, or a miss."""
+    first = rng.randrange(0, NUMBERS - 32, RUN)
+    counts.update(witness.load(range(first, first + 32), f"w{counts.total()}"))
+
+
+def test_killed_engines_leave_right_bytes_and_no_row_behind(
+    tmp_path: Path, seed: int, dial: Callable[[int, int], int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    strike_engines(dial(60, 20), tmp_path, seed, capsys)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_a_thousand_killed_engines_leave_right_bytes_and_no_row_behind(
+    tmp_path: Path, seed: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    strike_engines(1000, tmp_path, seed, capsys)
+
+
+def strike_engines(strikes: int, tmp_path: Path, seed: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Kill engines and workers, at least half of them with something open."""
+    rng = random.Random(seed)
+    counts, opens, took = Counter[str](), Counter[str](), list[float]()
+    stack = stack_text(ROWS, tmp_path / "root")
+    with served(tmp_path, stack) as service, TestEngine(service.path) as witness:
+        with victims(service.path, tmp_path) as found:
+            for _ in range(strikes):
+                found.begin(rng.randrange(1 << 30), kind := rng.choice(KINDS))
+                exited, was_open = strike(found, rng)
+                opens.update([what for what, number in was_open.items() if number] or ["nothing"])
+                opens["strikes with something open"] += any(was_open.values())
+                opens[kind] += 1
+                until(lambda: are_free(service), "rows are back")
+                took.append(time.monotonic() - exited)
+                loads_right(witness, rng, counts)
+        assert witness.store(range(2000, 2016)) == ["stored"] * 16
+        assert witness.load(range(2000, 2016)) == ["hit"] * 16
+    with capsys.disabled():
+        print(f"\n{strikes} strikes: {dict(opens)}; loads {dict(counts)}", end="; ")
+        print(f"rows back after {statistics.median(took):.3f} s in the median, {max(took):.3f} s at most")
+    assert opens["strikes with something open"] >= strikes / 2
+    assert counts["hit"] > 0
+    assert statistics.median(took) <= BACK_SECONDS
+    assert not set(counts) - {"hit", "missing"}
+
+
+def on_disk(path: str) -> int:
+    """Blocks that a process has stored on its disk."""
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(10)
+        sock.connect(path)
+        document = b"".join(iter(lambda: sock.recv(1 << 16), b""))
+    return int(json.loads(document)["stats"]["tiers"]["fs"]["stored"])
+
+
+def test_a_killed_stack_process_costs_engines_misses_alone(
+    tmp_path: Path, seed: int, dial: Callable[[int, int], int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No job of the engine waits for ever, and what the next process finds on the disk has the right bytes."""
+    kill_processes(dial(50, 4), tmp_path, seed, capsys)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+def test_a_thousand_killed_stack_processes_cost_engines_misses_alone(
+    tmp_path: Path, seed: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kill_processes(1000, tmp_path, seed, capsys)
+
+
+def kill_processes(kills: int, tmp_path: Path, seed: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Kill stack processes while their engine has jobs, leases and questions open."""
+    rng, counts = random.Random(seed), Counter[str]()
+    stack, path = tmp_path / "stack.yaml", str(tmp_path / "socket")
+    figures = str(tmp_path / "figures")
+    stack.write_text(stack_text(2048, tmp_path / "root", stats_socket=figures))
+    for life in range(kills):
+        with stack_process(stack, path) as process, TestEngine(path) as engine:
+            counts.update(engine.load(range((life - 1) * 64 % NUMBERS, (life - 1) * 64 % NUMBERS + 64), "before"))
+            first = life * 64 % NUMBERS
+            assert engine.store(range(first, first + 64)) == ["stored"] * 64
+            if life % 2:
+                until(lambda: on_disk(figures) >= 64, "the disk has them")
+            request = engine.reserve(range(first, first + RUN), "held")
+            engine.step_until(lambda: len(engine.client.core._lent) >= RUN, "rows are lent")
+            jobs = [
+                engine.begin(STORE, range(first, first + RUN)),
+                engine.begin(LOAD, range(first, first + RUN), request),
+            ]
+            engine.client.request("asked", block_keys(RUN))
+            time.sleep(rng.random() * 0.004)
+            process.kill()
+            for job in jobs:
+                assert set(engine.finish(job)) <= {"stored", "present", "dropped", "loaded", "missing"}
+            engine.step_until(lambda: not engine.client.core.connected, "the end is seen")
+            assert engine.load(range(8), "after") == ["missing"] * 8
+            assert not engine.client.has_pending_work
+    with capsys.disabled():
+        print(f"\n{kills} kills; loads {dict(counts)}")
+    assert counts["hit"] > 0
+    assert not set(counts) - {"hit", "missing"}

@@ -1,0 +1,64 @@
+"""Jobs longer than a message: the client's core and a session divide them and put them together again."""
+
+from __future__ import annotations
+
+from support_sessions import HandEngine, names, pool_world
+
+from kvtier.client.core import EngineCore
+from kvtier.service import wire
+from kvtier.types.gpu_runs import GPURuns
+from kvtier.types.jobs import GPUGroup, JobKind, TransferJob
+from kvtier.types.keys import GroupIndex, JobId, OffloadKey
+
+BLOCKS = 3000
+
+
+def groups(keys: list[OffloadKey]) -> tuple[GPUGroup, ...]:
+    return (GPUGroup(GroupIndex(0), tuple(keys), GPURuns.whole(range(len(keys)))),)
+
+
+def step(core: EngineCore, engine: HandEngine) -> None:
+    """What came is taken in, what there is to send is sent in messages that fit."""
+    core.take_in(engine.items)
+    engine.items.clear()
+    messages = wire.FROM_ENGINE.encode(core.out, 0)
+    core.out.clear()
+    for message in messages:
+        engine.send(*wire.FROM_ENGINE.decode(message)[1])
+
+
+async def test_a_job_of_many_blocks_is_stored_found_and_loaded_whole():
+    async with pool_world(rows=128 * 1024) as world:
+        engine = await world.engine()
+        core, keys = EngineCore(), names(*range(BLOCKS))
+        core.out.append(wire.Want(BLOCKS))
+        while core.room < BLOCKS:
+            step(core, engine)
+            await world.turn()
+        job = core.begin_store(TransferJob(JobId(0), JobKind.STORE, groups(keys)))
+        assert job is not None
+        assert sum(isinstance(item, wire.Fill) for item in core.out) == 3
+        step(core, engine)
+        outcomes = [(1, number % 2 * 5) for number in range(BLOCKS)]
+        messages = [outcomes[first : first + 1024] for first in range(0, BLOCKS, 1024)]
+        world.pool.on_worker_items(
+            engine.session, 0, [wire.Copied(job.job_id, runs, runs is not messages[-1]) for runs in messages]
+        )
+        await engine.wait(lambda: any(isinstance(item, wire.Ended) and not item.more for item in engine.items))
+        step(core, engine)
+        (result,) = core.take_results()
+        assert [outcome.ok for outcome in result.outcomes[0]] == [True, False] * (BLOCKS // 2)
+        request = core.request("r", keys)
+        step(core, engine)
+        step(core, engine)
+        stored = [key for key in keys if key in request.leased]
+        assert stored == keys[::2]
+        loading = core.begin_load(TransferJob(JobId(0), JobKind.LOAD, groups(stored)), request)
+        assert loading is not None
+        assert sum(isinstance(item, wire.Load) for item in core.out) == 2
+        step(core, engine)
+        engine.report(loading.job_id, (len(stored), 0))
+        step(core, engine)
+        (result,) = core.take_results()
+        assert all(outcome.ok for outcome in result.outcomes[0])
+        assert engine.session.leasing.leased == 0

@@ -1,0 +1,319 @@
+"""Connections of a stack process: who is let in, how many, and what is left of those that end."""
+
+from __future__ import annotations
+
+import os
+import resource
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from support_served import served
+from support_service import NAMESPACE, TestEngine, block_keys, stack_process, stack_text, until
+
+from kvtier.errors import ConfigError, ResourceError
+from kvtier.service import server as module
+from kvtier.service import wire
+from kvtier.service.channel import Channel, receive_greeting, send_greeting
+from kvtier.service.wire import GREETING, PROTOCOL, TO_ENGINE, Hello, Refused, Welcome
+from kvtier.tier.contract import LookupResult
+
+SUPPORT = str(Path(__file__).parents[1] / "support")
+LIFE = """
+import os, sys, time
+sys.path.insert(0, {support!r})
+from support_service import TestEngine
+engine = TestEngine(sys.argv[1])
+engine.store(range(8))
+request = engine.client.request("held")
+{more}
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+@contextmanager
+def engine_process(path: str, more: str = "") -> Iterator[subprocess.Popen[str]]:
+    """An engine of its own process that has stored 8 blocks."""
+    code = LIFE.format(support=SUPPORT, more=more)
+    with subprocess.Popen([sys.executable, "-c", code, path], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == "ready\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def hello(role: str = "scheduler", token: str = "", pid: int = 0) -> tuple[Hello, int]:
+    """A greeting, and the descriptor that goes with it."""
+    manifest = NAMESPACE.manifest().encode()
+    item = Hello([PROTOCOL], "", role, 0, "engine", token or secrets.token_hex(8), manifest)
+    return item, os.pidfd_open(pid or os.getpid())
+
+
+def greet(path: str, role: str = "scheduler", token: str = "") -> tuple[socket.socket, object]:
+    """A connection made by hand, and the answer to its greeting."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sock.settimeout(20)
+    item, pidfd = hello(role, token)
+    try:
+        sock.connect(path)
+        send_greeting(sock, item, [pidfd])
+        answer, descriptors = receive_greeting(sock, GREETING)
+    except OSError:
+        sock.close()
+        raise
+    finally:
+        os.close(pidfd)
+    for fd in descriptors:
+        os.close(fd)
+    return sock, answer
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+# -- ends ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_orderly_end_frees_the_rows_though_the_process_lives(tmp_path: Path) -> None:
+    with served(tmp_path) as found:
+        for life in range(20):
+            with TestEngine(found.path) as engine:
+                assert engine.store(range(8 * life, 8 * life + 8)) == ["stored"] * 8
+            until(lambda: not found.engines and found.rests(), "the rows are free")
+
+
+def test_connections_leave_nothing_behind(tmp_path: Path) -> None:
+    with served(tmp_path) as found, TestEngine(found.path) as engine:
+        engine.store(range(8))
+        before = descriptors()
+        for number in range(300):
+            sock, answer = greet(found.path, "worker" if number % 2 else "scheduler", f"token-{number}")
+            assert isinstance(answer, Welcome), answer
+            if number % 2:
+                Channel(sock, TO_ENGINE, 1 << 20).send([wire.Quiet()])
+            sock.close()
+            if number % 50 == 49:
+                until(lambda: found.engines == 1, "all have left")
+        until(lambda: descriptors() <= before, "no descriptor is left")
+        assert engine.load(range(8)) == ["hit"] * 8
+
+
+@pytest.mark.parametrize("forked", [False, True])
+def test_a_killed_process_gives_its_rows_back_also_where_a_child_holds_its_socket(forked: bool, tmp_path: Path) -> None:
+    more = "if not os.fork():\n    time.sleep(600)" if forked else ""
+    with served(tmp_path) as found, TestEngine(found.path) as witness, engine_process(found.path, more) as process:
+        assert found.engines == 2
+        assert "LENT" in found.rows()
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        assert len(children) == forked
+        os.kill(process.pid, signal.SIGKILL)
+        try:
+            until(lambda: found.engines == 1, "its exit is seen")
+            witness.client.core._lent.clear()
+            until(lambda: found.rows().get("LENT", 0) <= 64, "its rows are free")
+            assert witness.load(range(8)) == ["hit"] * 8
+        finally:
+            for each in children:
+                os.kill(int(each), signal.SIGKILL)
+
+
+def test_a_process_that_died_before_it_was_read_leaves_nothing(tmp_path: Path) -> None:
+    with served(tmp_path) as found, TestEngine(found.path) as engine:
+        engine.store(range(4))
+        before, goes_on = descriptors(), threading.Event()
+        found.thread.call_soon(goes_on.wait)
+        code = (
+            f"import sys, os; sys.path[:0] = [{SUPPORT!r}, {str(Path(__file__).parent)!r}]\n"
+            "import socket; from test_server import hello; from kvtier.service.channel import send_greeting\n"
+            "for role in ('worker', 'scheduler'):\n"
+            "    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); sock.connect(sys.argv[1])\n"
+            "    item, pidfd = hello(role, 'dies'); send_greeting(sock, item, [pidfd])\n"
+            "    sys.modules['kept-' + role] = sock\n"
+            "socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET).connect(sys.argv[1])\n"
+            "os.kill(os.getpid(), 9)\n"
+        )
+        done = subprocess.run([sys.executable, "-c", code, found.path], timeout=60, check=False)
+        assert done.returncode == -signal.SIGKILL
+        goes_on.set()
+        until(lambda: found.engines == 1 and descriptors() <= before, "nothing is left")
+        assert engine.load(range(4)) == ["hit"] * 4
+
+
+def test_the_end_is_said_before_the_connection_ends(tmp_path: Path) -> None:
+    with served(tmp_path) as found:
+        sock, _ = greet(found.path)
+        channel = Channel(sock, TO_ENGINE, 1 << 20)
+    items = channel.receive()
+    assert [item for item in items if type(item) is wire.Closing]
+    assert channel.closed
+    channel.close()
+
+
+def test_an_engine_that_does_not_read_is_shut_out_and_others_are_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "OUTBOX_BYTES_MAX", 64 << 10)
+    with served(tmp_path) as found, TestEngine(found.path) as engine:
+        engine.store(range(8))
+        worker, _ = greet(found.path, "worker", "silent")
+        sock, _ = greet(found.path, "scheduler", "silent")
+        channel = Channel(sock, TO_ENGINE, 1 << 30)
+        number = 0
+        while found.engines == 2 and number < 20000:
+            number += 1
+            channel.send([wire.Ask("r", number, wire.Keys.of(block_keys(512, 1000)))])
+            if channel.closed:
+                break
+        until(lambda: found.run(lambda: all(e.scheduler is None or not e.session.lost for e in engines(found))))
+        assert engine.load(range(8)) == ["hit"] * 8
+        until(lambda: channel.closed or not channel.flush() or channel.receive() or channel.closed, "it is closed")
+        worker.close()
+        channel.close()
+
+
+def engines(found: object) -> list[module.Engine]:
+    return list(found.server._engines.values())  # type: ignore[attr-defined]
+
+
+# -- bounds --------------------------------------------------------------------------------------------------------
+
+
+def test_more_engines_than_a_service_has_places_for_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "ENGINES_MAX", 2)
+    with served(tmp_path) as found:
+        with TestEngine(found.path), TestEngine(found.path) as two:
+            with pytest.raises(ConfigError, match="2 engines are served already"):
+                TestEngine(found.path)
+            assert two.store(range(4)) == ["stored"] * 4
+        until(lambda: not found.engines)
+        with TestEngine(found.path) as three:
+            assert three.load(range(4)) == ["hit"] * 4
+
+
+def test_more_connections_than_there_may_be_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CONNECTIONS_MAX", 12)
+    monkeypatch.setattr(module, "GREETINGS_PER_SECOND", 1e6)
+    with served(tmp_path) as found, TestEngine(found.path) as engine:
+        silent = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(30)]
+        for sock in silent:
+            sock.connect(found.path)
+            sock.settimeout(20)
+        refused = [sock for sock in silent[10:] if sock.recv(1) == b""]
+        assert len(refused) == 20
+        assert engine.store(range(4)) == ["stored"] * 4
+        with pytest.raises(ResourceError, match="no stack process answers"):
+            TestEngine(found.path)
+        for sock in silent:
+            sock.close()
+        until(lambda: found.run(lambda: not found.server._greeting))
+        with TestEngine(found.path) as other:
+            assert other.load(range(4)) == ["hit"] * 4
+
+
+def test_greetings_have_a_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "GREETINGS_PER_SECOND", 0.0)
+    monkeypatch.setattr(module, "CONNECTIONS_MAX", 20)
+    with served(tmp_path) as found, TestEngine(found.path) as engine:
+        answers = []
+        for _ in range(30):
+            try:
+                sock, answer = greet(found.path, "scheduler")
+            except (OSError, ConnectionError):
+                answers.append(None)
+            else:
+                answers.append(answer)
+                sock.close()
+        assert [answer is None for answer in answers] == [False] * 18 + [True] * 12
+        assert engine.store(range(4)) == ["stored"] * 4
+        monkeypatch.setattr(module, "GREETINGS_PER_SECOND", 1000.0)
+        with TestEngine(found.path) as other:
+            assert other.load(range(4)) == ["hit"] * 4
+
+
+def test_without_descriptors_it_rests_and_accepts_again(tmp_path: Path) -> None:
+    stack = tmp_path / "stack.yaml"
+    stack.write_text(stack_text())
+    path = str(tmp_path / "socket")
+    with stack_process(stack, path) as process:
+        with TestEngine(path) as engine:
+            engine.store(range(4))
+            used = len(os.listdir(f"/proc/{process.pid}/fd"))
+            before = resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (used, used * 4))
+            assert before[1] >= used * 4
+            silent = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            silent.connect(path)
+            assert engine.load(range(4)) == ["hit"] * 4
+            resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (used * 4, used * 4))
+            with TestEngine(path) as other:
+                assert other.load(range(4)) == ["hit"] * 4
+            silent.close()
+        os.kill(process.pid, signal.SIGTERM)
+        _, log = process.communicate(timeout=60)
+    assert "rests for 1 s: [Errno 24] Too many open files" in log
+
+
+# -- greetings -----------------------------------------------------------------------------------------------------
+
+
+def test_another_user_is_refused() -> None:
+    if os.geteuid():
+        pytest.skip("only root can become another user")
+    with tempfile.TemporaryDirectory() as place, served(Path(place)) as found, TestEngine(found.path) as engine:
+        engine.store(range(4))
+        os.chmod(place, 0o755)
+        os.chmod(found.path, 0o666)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+            sock.settimeout(20)
+            os.seteuid(54321)  # the other end sees the user of the time of connect
+            try:
+                sock.connect(found.path)
+            finally:
+                os.seteuid(0)
+            item, pidfd = hello()
+            send_greeting(sock, item, [pidfd])
+            os.close(pidfd)
+            answer, _ = receive_greeting(sock, GREETING)
+            assert answer == Refused("user 54321 is not allowed")
+        assert engine.look(range(4)) == [LookupResult.HIT] * 4
+
+
+def test_one_that_is_connected_already_is_refused(tmp_path: Path) -> None:
+    with served(tmp_path) as found:
+        one, first = greet(found.path, "worker", "same")
+        two, second = greet(found.path, "worker", "same")
+        assert isinstance(first, Welcome)
+        assert second == Refused("worker 0 of this engine is connected already")
+        one.close()
+        two.close()
+
+
+@pytest.mark.parametrize(
+    "message", [b"", b"garbage", b"\x92\x00\x90", b"x" * 70000], ids=["empty", "garbage", "no item", "long"]
+)
+def test_a_greeting_that_is_none_ends_its_connection_alone(message: bytes, tmp_path: Path) -> None:
+    with served(tmp_path) as found, TestEngine(found.path) as engine:
+        engine.store(range(4))
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+            sock.settimeout(20)
+            sock.connect(found.path)
+            read, written = os.pipe()
+            socket.send_fds(sock, [message], [read, written])
+            os.close(read)
+            os.close(written)
+            with suppress(ConnectionResetError):
+                assert sock.recv(1) == b""
+        assert engine.look(range(4)) == [LookupResult.HIT] * 4

@@ -1,0 +1,70 @@
+"""A stack process's server in a thread of this process, whose state a test can look at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from support_service import SECONDS, stack_text
+
+from kvtier.aio.loop_thread import LoopThread
+from kvtier.config import parse_stack, stack_parts
+from kvtier.control.tiers.slot_table import SlotState
+from kvtier.service.server import StackServer
+
+T = TypeVar("T")
+
+
+class Served:
+    """The server, and what its rows are doing."""
+
+    def __init__(self, folder: Path, stack: str = "") -> None:
+        config = parse_stack(stack or stack_text())
+        self.path = str(folder / "socket")
+        self.thread = LoopThread("test-service", "service")
+        self.server = StackServer(lambda namespace: stack_parts(config, namespace), self.path)
+
+    def run(self, call: Callable[[], T]) -> T:
+        """The result of a call in the server's loop."""
+
+        async def work() -> T:
+            return call()
+
+        return self.thread.run(work, SECONDS)
+
+    @property
+    def engines(self) -> int:
+        """Engines that the server knows."""
+        return self.run(lambda: len(self.server._engines))
+
+    def rows(self) -> dict[str, int]:
+        """Rows by state, after a check of all sums."""
+
+        def look() -> dict[str, int]:
+            pool = self.server.pool
+            pool.check_integrity()
+            counts = pool._opened().plane.control.cpu.table.counts
+            return {state.name: counts[state] for state in SlotState if counts[state]}
+
+        return self.run(look)
+
+    def rests(self) -> bool:
+        """True if no row is lent, being filled, or kept from being used again; READY ones hold blocks."""
+        return set(self.rows()) <= {"FREE", "READY"}
+
+
+@contextmanager
+def served(folder: Path, stack: str = "") -> Iterator[Served]:
+    """A server that listens."""
+    found = Served(folder, stack)
+    found.thread.open()
+    try:
+        found.thread.run(found.server.__aenter__, SECONDS)
+        try:
+            yield found
+        finally:
+            found.thread.run(found.server.close, SECONDS)
+    finally:
+        found.thread.close(10.0)

@@ -1,0 +1,258 @@
+"""Engines that are killed while they copy: a process that has loaded everything forks them, one for each seed.
+
+Each copy writes garbage first, rests, and then does its work, so a row that is taken for whole too early has wrong
+bytes. What an engine has open is in shared memory, where its killer reads it after its death.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+import pickle
+import random
+import secrets
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from support_service import NAMESPACE, PAGE, block_keys, content
+
+from kvtier.client.connection import Identity
+from kvtier.client.engine import EngineClient, SchedulerClient
+from kvtier.client.request import ClientRequest
+from kvtier.client.worker import WorkerClient
+from kvtier.tier.registry import discover
+from kvtier.types.gpu_runs import GPURuns
+from kvtier.types.jobs import GPUGroup, JobKind, JobResult, TransferJob
+from kvtier.types.keys import GroupIndex, JobId
+
+NUMBERS = 1536
+"""Blocks that victims store and load, by number."""
+RUN = 8
+SLOTS = 8
+STATE_BYTES = 64
+COPIES, FILLS, LEASES, LENT = 16, 17, 18, 19
+"""Places in the state of what is open; 0: the process to be killed; 8: it serves."""
+PAUSE_SECONDS = 0.02
+
+
+class SlowCopies:
+    """A worker's GPU tier whose copies take a while and write garbage first."""
+
+    def __init__(self, worker: WorkerClient, state: mmap.mmap, rng: random.Random) -> None:
+        self._worker, self._state, self._rng = worker, state, rng
+        self._gpu = worker._gpu
+        self._load, self._store = self._gpu.load, self._gpu.store
+        self._gpu.load, self._gpu.store = self.load, self.store  # type: ignore[method-assign]
+
+    async def load(self, job: TransferJob) -> JobResult:
+        """GPU blocks to rows."""
+        return await self._slowly(job, FILLS)
+
+    async def store(self, job: TransferJob) -> JobResult:
+        """Rows to GPU blocks."""
+        return await self._slowly(job, COPIES)
+
+    async def _slowly(self, job: TransferJob, what: int) -> JobResult:
+        self._state[what] += 1
+        if what == FILLS:
+            for group in job.gpu_groups:
+                self._worker._connection._rows.link._rows.view[group.rows] = 0xEE
+        await asyncio.sleep(self._rng.random() * PAUSE_SECONDS)
+        result = await (self._load(job) if what == FILLS else self._store(job))
+        self._state[what] -= 1
+        return result
+
+
+class PipeWorker:
+    """A worker in another process, which is given its jobs through a pipe."""
+
+    def __init__(self, pipe: int) -> None:
+        self._pipe = pipe
+
+    def begin(self, job: TransferJob, life: str) -> None:
+        """Begin a copy over there."""
+        part = pickle.dumps((job, life))
+        os.write(self._pipe, struct.pack("I", len(part)) + part)
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+def run_worker(worker: WorkerClient, pipe: int) -> None:
+    """Copy what comes through the pipe, until its other end is closed."""
+    with os.fdopen(pipe, "rb") as source:
+        while head := source.read(4):
+            worker.begin(*pickle.loads(source.read(struct.unpack("I", head)[0])))  # noqa: S301
+    os._exit(0)
+
+
+class Victim:
+    """An engine that stores, reserves, holds and loads at random until it is killed."""
+
+    def __init__(self, client: EngineClient, cache: torch.Tensor, state: mmap.mmap, rng: random.Random) -> None:
+        self.client, self.cache, self.state, self.rng = client, cache, state, rng
+        self.slots = list(range(SLOTS))
+        self.jobs: dict[JobId, tuple[int, range, JobKind]] = {}
+        self.held: list[tuple[ClientRequest, range]] = []
+        self.number = 0
+
+    def live(self) -> None:
+        """Step until the stack process or the worker is gone."""
+        while self.client.core.connected:
+            for result in self.client.step():
+                self._end(result)
+            self.rng.choice((self._store, self._store, self._reserve, self._load, self._drop))()
+            self.state[LEASES] = min(255, sum(len(request.leased) for request, _ in self.held))
+            self.state[LENT] = min(255, len(self.client.core._lent))
+            time.sleep(self.rng.random() * 0.004)
+
+    def _some(self) -> range:
+        first = self.rng.randrange(0, NUMBERS, RUN)
+        return range(first, first + RUN)
+
+    def _begin(self, kind: JobKind, numbers: range, request: ClientRequest | None) -> None:
+        slot = self.slots.pop()
+        at = range(slot * RUN, slot * RUN + RUN)
+        if kind is JobKind.STORE:
+            self.cache[at.start : at.stop] = content(numbers)
+        runs = GPURuns.whole(list(at))
+        job = self.client.job(kind, [GPUGroup(GroupIndex(0), block_keys(RUN, numbers.start), runs)])
+        self.jobs[job.job_id] = slot, numbers, kind
+        self.client.submit(job, request)
+
+    def _end(self, result: JobResult) -> None:
+        slot, numbers, kind = self.jobs.pop(result.job_id)
+        right, at = content(numbers), slot * RUN
+        for position, outcome in enumerate(result.outcomes[0]):
+            if kind is JobKind.LOAD and outcome.ok and not torch.equal(self.cache[at + position], right[position]):
+                os.write(2, f"WRONG BYTES in a victim: block {numbers[position]}\n".encode())
+        self.slots.append(slot)
+
+    def _store(self) -> None:
+        if len(self.slots) > 2 and len(self.client.core._lent) >= RUN:
+            self._begin(JobKind.STORE, self._some(), None)
+
+    def _reserve(self) -> None:
+        if len(self.held) < 6:
+            self.number += 1
+            numbers = self._some()
+            request = self.client.request(f"r{self.number}")
+            self.client.reserve(request, block_keys(RUN, numbers.start))
+            self.held.append((request, numbers))
+
+    def _load(self) -> None:
+        ready = [at for at, (request, _) in enumerate(self.held) if request.served]
+        if ready and self.slots:
+            request, numbers = self.held.pop(ready[0])
+            self._begin(JobKind.LOAD, numbers, request)
+
+    def _drop(self) -> None:
+        if self.held and self.rng.random() < 0.2:
+            self.held.pop(0)[0].end()
+
+
+def live(path: str, state: mmap.mmap, seed: int, kind: str) -> None:
+    """In a forked child: an engine of one process, or with its worker in another one."""
+    rng = random.Random(seed)
+    identity = Identity(path, NAMESPACE, "victim", secrets.token_hex(16))
+    cache = torch.zeros((SLOTS * RUN, PAGE), dtype=torch.uint8).share_memory_()
+    target = os.getpid()
+    if kind == "engine":
+        client = EngineClient(identity, [cache])
+        SlowCopies(client._worker, state, rng)
+    else:
+        (read, written), (connected, connects) = os.pipe(), os.pipe()
+        child = os.fork()
+        if not child:
+            os.close(written)
+            gpu: Any = discover().get("gpu")
+            worker = WorkerClient(identity, [cache], gpu(gpu.Options(type="gpu")))
+            SlowCopies(worker, state, rng)
+            os.write(connects, b".")
+            run_worker(worker, read)
+        os.close(read)
+        os.read(connected, 1)
+        target = child if kind == "worker" else target
+        client = EngineClient.__new__(EngineClient)
+        client._worker, client._copied, client._last_job = PipeWorker(written), deque(), 0  # type: ignore[assignment]
+        SchedulerClient.__init__(client, identity)
+        client.wait_joined()
+    state[0:8] = struct.pack("q", target)
+    state[8] = 1
+    with suppress(BrokenPipeError):
+        Victim(client, cache, state, rng).live()
+    os._exit(0)
+
+
+def main(path: str, file: str) -> None:
+    """Fork a victim for each line: a seed and a kind. Its end is nobody's business here."""
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    with open(file, "r+b") as opened:
+        state = mmap.mmap(opened.fileno(), STATE_BYTES)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        seed, kind = line.split()
+        if not os.fork():
+            os.close(0)
+            live(path, state, int(seed), kind)
+
+
+class Victims:
+    """The process that forks them, as the test has it."""
+
+    def __init__(self, process: subprocess.Popen[str], state: mmap.mmap) -> None:
+        self._process, self._state = process, state
+
+    def begin(self, seed: int, kind: str) -> None:
+        """Start a victim; `pid` is known once it serves."""
+        self._state[:] = bytes(STATE_BYTES)
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{seed} {kind}\n")
+        self._process.stdin.flush()
+
+    @property
+    def pid(self) -> int:
+        """The process to be killed; 0 until the victim serves."""
+        return int(struct.unpack("q", self._state[0:8])[0]) if self._state[8] else 0
+
+    def open(self) -> dict[str, int]:
+        """Copies, fills and leases that are open."""
+        return {"copy": self._state[COPIES], "fill": self._state[FILLS], "lease": self._state[LEASES]}
+
+
+@contextmanager
+def victims(path: str, folder: Path) -> Iterator[Victims]:
+    """A process that forks victims."""
+    file = folder / "state"
+    file.write_bytes(bytes(STATE_BYTES))
+    with open(file, "r+b") as opened:
+        state = mmap.mmap(opened.fileno(), STATE_BYTES)
+    command, log = [sys.executable, __file__, path, str(file)], folder / "victims.log"
+    with open(log, "w") as errors:
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True)
+    with process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n", log.read_text()
+            yield Victims(process, state)
+        finally:
+            process.kill()
+            state.close()
+    said = log.read_text()
+    assert "WRONG" not in said, said
+    assert "Traceback" not in said, said
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

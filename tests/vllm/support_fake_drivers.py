@@ -1,0 +1,150 @@
+"""Both drivers under a `FakeEngine`; the stack process of a test is a thread, whose pool the test may look into."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import fake_engine
+import pytest
+from fake_engine import FakeEngine
+from support_driver import ServedHere
+
+from kvtier.client.private import Restarts
+from kvtier.config import parse_stack, stack_parts
+from kvtier.engines.vllm import settings
+from kvtier.service.earlier_ranks import adopt_ranks
+from kvtier.stack import StackStats
+from kvtier.types.keys import OffloadKey
+
+T = TypeVar("T")
+
+
+class ServedStack:
+    """A stack process that serves already, with the face of a `PrivateStack`."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.restarts = Restarts()
+
+    def start(self, restarts: Restarts | None = None) -> None:
+        """It serves."""
+
+    start_again = start
+
+
+class Drivers:
+    """The driver that engines of a test get, and the stacks that serve them."""
+
+    def __init__(self, name: str, folder: str) -> None:
+        self.name = name
+        self._folder = folder
+        self._served: dict[str, ServedHere] = {}
+        self._started = 0
+
+    @property
+    def is_process(self) -> bool:
+        return self.name == "process"
+
+    def private(self, text: str, runtime_dir: str = "", **_: Any) -> ServedStack:
+        """In the place of `PrivateStack`: the stack process for a stack file, in a thread."""
+        return ServedStack(self._socket(text))
+
+    def _socket(self, text: str) -> str:
+        """Processes whose engines have gone end first, so that a new one begins."""
+        for other, served in list(self._served.items()):
+            if served.pool_opened and served.is_idle:
+                self._served.pop(other).stop()
+        served = self._served.get(text)
+        if served is None:
+            self._started += 1
+            config = adopt_ranks(parse_stack(text), logging.getLogger(__name__).warning)
+            path = os.path.join(self._folder, f"{self._started}.sock")
+            served = self._served[text] = ServedHere(lambda namespace: stack_parts(config, namespace), path)
+            served.start()
+        return served.path
+
+    def stop(self) -> None:
+        for served in self._served.values():
+            served.stop()
+
+    def end_process(self, engine: FakeEngine) -> None:
+        """End the stack process of an engine, which has not left it."""
+        self._pool_of(engine).stop()
+
+    def start_process(self, engine: FakeEngine) -> None:
+        """Start the next one at its path."""
+        before = self._pool_of(engine)
+        for text, served in self._served.items():
+            if served is before:
+                self._served[text] = ServedHere(before.parts, before.path)
+                self._served[text].start()
+
+    def stack_of(self, engine: FakeEngine) -> Any:
+        """The stack that serves an engine."""
+        return self._pool_of(engine).pool if self.is_process else engine.manager._driver.stack
+
+    def _pool_of(self, engine: FakeEngine) -> ServedHere:
+        path = engine.manager._driver.identity.path
+        return next(served for served in self._served.values() if served.path == path)
+
+    def call(self, engine: FakeEngine, call: Callable[..., T], *args: Any) -> T:
+        """Call something of the stack, in the thread that it belongs to."""
+        return self._pool_of(engine).run(call, *args) if self.is_process else call(*args)
+
+    def control(self, engine: FakeEngine) -> Any:
+        """The state of the stack's control plane."""
+        return self.stack_of(engine)._assembled.plane.control
+
+    def calls(self, engine: FakeEngine, kind: str, count: int) -> Any:
+        """The one policy model of the stack, once it was given so many calls of a kind."""
+        models, until = self.control(engine).models, time.monotonic() + 60.0
+
+        def take_in() -> Any:
+            models.journal.take_in()
+            (model,) = models
+            return model
+
+        while len((model := self.call(engine, take_in)).told(kind)) < count:
+            assert time.monotonic() < until
+            engine.step()
+        return model
+
+    def locate(self, engine: FakeEngine, keys: Sequence[OffloadKey]) -> list[str | None]:
+        """The highest tier that has each key."""
+        found: list[str | None] = self.call(engine, self.stack_of(engine).locate, keys)
+        return found
+
+    @staticmethod
+    def eventually(engine: FakeEngine, true: Callable[[], object]) -> None:
+        """Step until a condition holds: what an engine says reaches a stack process after its step."""
+        until = time.monotonic() + 60.0
+        while not true():
+            assert time.monotonic() < until
+            engine.step()
+
+    def of_engine(self, request_id: str) -> str:
+        """A request's id as its engine has it: a stack process puts the number of the engine before it."""
+        return request_id.partition(":")[2] if self.is_process else request_id
+
+    def is_at_rest(self, engine: FakeEngine) -> bool:
+        """True if nothing is on its way to a tier."""
+        stats = self.stats(engine)
+        return not (stats.backlog or any(tier.slots["filling"] for tier in stats.tiers.values()))
+
+    def stats(self, engine: FakeEngine) -> StackStats:
+        """The figures of the stack."""
+        stats: StackStats = self.call(engine, self.stack_of(engine).stats)
+        return stats
+
+
+def make_drivers(name: str, folder: str, monkeypatch: pytest.MonkeyPatch) -> Drivers:
+    """Have engines made from here on use a driver."""
+    drivers = Drivers(name, folder)
+    if drivers.is_process:
+        monkeypatch.setattr(settings, "PrivateStack", drivers.private)
+        monkeypatch.setitem(fake_engine.DRIVER, "driver", "process")
+    return drivers
