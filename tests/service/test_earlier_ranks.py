@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from support_counts import full_alone
 from support_service import TestEngine, peer_pid, stack_text, until
 
 from kvtier.client.private import private_socket
@@ -53,8 +54,8 @@ def adopted(stack: str) -> tuple[list[str], list[str]]:
     return [folder for options in config.tiers for folder in folders_of(options)], lines
 
 
-@pytest.mark.parametrize("empty", [True, False])
-@pytest.mark.parametrize("rank", [0, 7])
+@pytest.mark.parametrize("empty", [True, pytest.param(False, marks=full_alone())])
+@pytest.mark.parametrize("rank", [0, pytest.param(7, marks=full_alone())])
 def test_the_one_rank_of_an_earlier_release_is_warm(folder: str, tmp_path: Path, rank: int, empty: bool) -> None:
     root = tmp_path / "root"
     stored(folder, tmp_path / f"root-{rank}")

@@ -64,7 +64,7 @@ def loads_right(witness: TestEngine, rng: random.Random, counts: Counter[str]) -
 def test_killed_engines_leave_right_bytes_and_no_row_behind(
     tmp_path: Path, seed: int, dial: Callable[[int, int], int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    strike_engines(dial(60, 20), tmp_path, seed, capsys)
+    strike_engines(dial(60, 10), tmp_path, seed, capsys)
 
 
 @pytest.mark.long
@@ -115,7 +115,7 @@ def test_a_killed_stack_process_costs_engines_misses_alone(
     tmp_path: Path, seed: int, dial: Callable[[int, int], int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """No job of the engine waits for ever, and what the next process finds on the disk has the right bytes."""
-    kill_processes(dial(50, 4), tmp_path, seed, capsys)
+    kill_processes(dial(50, 3), tmp_path, seed, capsys)
 
 
 @pytest.mark.long
@@ -134,8 +134,8 @@ def kill_processes(kills: int, tmp_path: Path, seed: int, capsys: pytest.Capture
     stack.write_text(stack_text(2048, tmp_path / "root", stats_socket=figures))
     for life in range(kills):
         with stack_process(stack, path) as process, TestEngine(path) as engine:
-            counts.update(engine.load(range((life - 1) * 64 % NUMBERS, (life - 1) * 64 % NUMBERS + 64), "before"))
-            first = life * 64 % NUMBERS
+            before, first = max(life - 1, 0) * 64, life * 64  # none twice: the disk stores no block that it has
+            counts.update(engine.load(range(before, before + 64), "before"))
             assert engine.store(range(first, first + 64)) == ["stored"] * 64
             if life % 2:
                 until(lambda: on_disk(figures) >= 64, "the disk has them")

@@ -19,6 +19,7 @@ from random import Random
 
 import pytest
 import torch
+from support_counts import full_alone, fully
 from support_service import (
     BLOCKS,
     NAMESPACE,
@@ -147,6 +148,7 @@ def test_a_kill_amid_loads_and_stores_gives_right_bytes_or_failures(private: Pri
             assert engine.load(STORED, f"s{number}") == ["hit"] * len(STORED)
 
 
+@fully
 def test_the_fourth_restart_in_an_hour_waits_for_the_next_one(private: PrivateStack) -> None:
     clock = Clock()
     private.restarts = Restarts(clock)
@@ -166,6 +168,7 @@ def test_the_fourth_restart_in_an_hour_waits_for_the_next_one(private: PrivateSt
         assert engine.load(STORED) == ["hit"] * len(STORED)
 
 
+@fully
 def test_a_process_that_cannot_be_started_any_more_costs_hits_and_nothing_else(
     private: PrivateStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -185,7 +188,7 @@ def test_a_process_that_cannot_be_started_any_more_costs_hits_and_nothing_else(
         assert len(lines) <= 3, lines
 
 
-@pytest.mark.parametrize("who", ["scheduler", "worker"])
+@pytest.mark.parametrize("who", ["scheduler", pytest.param("worker", marks=full_alone())])
 def test_a_broken_connection_to_a_process_that_lives_is_made_again(who: str, private: PrivateStack) -> None:
     with TestEngine(private) as engine:
         assert engine.store(range(50, 58)) == ["stored"] * 8
@@ -199,6 +202,7 @@ def test_a_broken_connection_to_a_process_that_lives_is_made_again(who: str, pri
         assert engine.load(STORED, "s") == ["hit"] * len(STORED)
 
 
+@fully
 def test_a_shared_process_that_is_started_again_serves_its_engines_again(tmp_path: Path, folder: str) -> None:
     stack, path = tmp_path / "stack.yaml", f"{folder}/shared.sock"
     stack.write_text(stack_text(root=tmp_path / "root"))
@@ -235,6 +239,7 @@ def test_weights_that_were_loaded_without_a_process_are_known_to_the_next_one(pr
         assert set(engine.look(STORED)) == {LookupResult.MISS}
 
 
+@fully
 def test_an_engine_that_ends_while_it_has_no_process_leaves_no_thread_behind(
     private: PrivateStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -298,7 +303,7 @@ def test_a_load_in_flight_ends_well_before_the_next_connection_is_made(private: 
         assert engine.load(STORED) == ["hit"] * len(STORED)
 
 
-@pytest.mark.parametrize("how", ["killed", "cut"])
+@pytest.mark.parametrize("how", ["killed", pytest.param("cut", marks=full_alone())])
 def test_a_store_in_flight_keeps_the_rows_of_its_session(how: str, private: PrivateStack) -> None:
     with TestEngine(private) as engine:
         life = engine.client.life
@@ -384,6 +389,7 @@ def test_a_programs_stack_is_served_again(tmp_path: Path, folder: str) -> None:
             cache[:8] = content(range(8))
 
 
+@fully
 def test_an_engine_that_ends_starts_no_process(private: PrivateStack, tmp_path: Path, folder: str) -> None:
     with TestEngine(private) as engine:
         pid, threads = peer_pid(private.path), list(engine.client._reconnection._thread._threads)

@@ -22,7 +22,7 @@ SEEDS_MAX = 2000
 @pytest.mark.full
 def test_no_seed_breaks_a_promise(seed, dial):
     covered = Counter[str]()
-    for number in range(seed, seed + dial(1000, 30)):
+    for number in range(seed, seed + dial(1000, 15)):
         outcome = run_service_seed(number)
         assert not outcome.violations, f"python -m simulator --layout service --seed {number} --trace"
         covered += outcome.covered

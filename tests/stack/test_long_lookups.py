@@ -7,7 +7,8 @@ import sys
 from types import FrameType
 
 import pytest
-from support_driver import both_drivers
+from support_counts import full_alone
+from support_driver import FACES
 from support_stack import PLAIN, Engine, keys, parts_of, stack_file, until
 from support_stack_tiers import SharedTier, backends
 
@@ -67,7 +68,7 @@ async def test_a_prompt_of_few_blocks_is_asked_for_whole_so_holes_are_known():
     assert tier.asked == [names]
 
 
-@both_drivers
+@pytest.mark.parametrize("face", [FACES["embedded"], pytest.param(FACES["process"], marks=full_alone())])
 def test_an_engine_that_looks_up_step_by_step_finds_the_same(face):
     parts, tier = over_shared(Engine(PLAIN, 16), lookup_timeout_seconds=30.0)
     names = keys(BLOCKS)

@@ -8,6 +8,7 @@ import time
 from contextlib import nullcontext
 
 import pytest
+from support_counts import full_alone
 from support_shutdown import run_in_child
 from support_valkey import Blocks, valkey_cluster, valkey_server, warm_up
 
@@ -174,7 +175,7 @@ async def test_connections_that_are_never_answered_are_replaced(own_server, tmp_
             assert set(driver.tier.counters) == {"requested"}
 
 
-@pytest.mark.parametrize("how", ["killed", "frozen"])
+@pytest.mark.parametrize("how", ["killed", pytest.param("frozen", marks=full_alone())])
 def test_a_node_of_a_cluster_that_is_gone_costs_its_own_blocks_and_no_others(tmp_path, how):
     """Until it is back: then it is used again, empty or not."""
 
