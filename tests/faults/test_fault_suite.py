@@ -32,6 +32,7 @@ LONG_ALONE = (
 FULL_ALONE = (
     *("valkey cluster behind a proxy", "valkey over a bad network", "valkey full", "fork over valkey"),
     *("no inodes", "XFS with reflinks", "frozen neighbour in a stack", "bounds of answers"),
+    *("silent name server", "the remote harness itself"),
 )
 """Attacks close to another one of the test run: its count is theirs in full runs."""
 QUICK = {
@@ -54,7 +55,7 @@ QUICK = {
     "random operations": 3,
     "N-th I/O fails": 8,
     "names of others in shared memory": 1,
-    "servers that lie": 3,
+    "servers that lie": 2,
     "hosts on valkey": 4,
 }
 """Counts of a quick run, where these are not the normal ones."""

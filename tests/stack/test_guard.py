@@ -8,19 +8,18 @@ from pathlib import Path
 import pytest
 from support_steps import FACES, lives
 
-STEPS = 100
-
 
 @pytest.mark.parametrize("face", FACES)
-def test_every_call_answers_after_an_exception_in_any_step(face: str, tmp_path: Path, caplog) -> None:
-    """100 random steps: jobs end, copies end, the log has one line, close ends; reopened it has right bytes or less."""
+def test_every_call_answers_after_an_exception_in_any_step(face: str, tmp_path: Path, dial, caplog) -> None:
+    """Random steps: jobs end, copies end, the log has one line, close ends; reopened it has right bytes or less."""
     seed = random.randrange(1 << 32)
-    print(f"seed {seed}: lives({face!r}, folder, {seed}, {STEPS})")
-    found = lives(face, tmp_path, seed, STEPS)
+    steps = dial(100, 40)
+    print(f"seed {seed}: lives({face!r}, folder, {seed}, {steps})")
+    found = lives(face, tmp_path, seed, steps)
     failures = [record for record in caplog.records if record.levelname == "CRITICAL"]
     print(f"{found.struck} of {found.lives} lives struck, {found.checked} checked, {found.loaded} blocks compared")
-    assert found.lives == STEPS
-    assert found.checked > STEPS // 2
-    assert found.loaded > STEPS
-    assert len({*found.raised}) > 20, "most lives were struck at the same step"
+    assert found.lives == steps
+    assert found.checked > steps // 2
+    assert found.loaded > steps
+    assert len({*found.raised}) > steps // 5, "most lives were struck at the same step"
     assert found.checked <= len(failures) <= 2 * found.struck, "a line of the dispatcher, and one of the plane"
