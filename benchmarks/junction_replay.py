@@ -51,7 +51,7 @@ class Replay:
         """The answer for a window or a state."""
         return LookupResult.HIT if key in self.stored[1] else LookupResult.MISS
 
-    def stored_prefix(self, keys: Sequence[bytes]) -> int:
+    def stored_prefix(self, request_id: str, keys: Sequence[bytes]) -> int:
         """Count the stored blocks of full attention, as the adapter's manager does."""
         return next((number for number, key in enumerate(keys) if key not in self.stored[0]), len(keys))
 
@@ -63,7 +63,7 @@ class Replay:
             request_id="request", num_tokens=served.prompt_tokens, num_prompt_tokens=served.prompt_tokens
         )
         most = (served.prompt_tokens - 1) // self.tokens
-        found = keys[: min(most, self.stored_prefix(keys))] if self.full else keys[:most]
+        found = keys[: min(most, self.stored_prefix("request", keys))] if self.full else keys[:most]
         reached = OffloadingConnectorScheduler._sliding_window_lookup(self._scheduler, found, self._window, None)
         boundaries = [served.prompt_tokens - 1]
         if self.rule and (junction := self._rule.end(request, reached * self.tokens)) > reached * self.tokens:
