@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, islice
 
 import numpy as np
 
@@ -46,6 +46,12 @@ def keys_of(job: TransferJob) -> Sequence[OffloadKey]:
     """The keys of all groups."""
     groups = job.groups
     return groups[0].keys if len(groups) == 1 else list(chain.from_iterable(map(KEYS_OF, groups)))
+
+
+def by_groups(job: TransferJob, outcomes: Iterable[BlockOutcome]) -> tuple[tuple[BlockOutcome, ...], ...]:
+    """The outcomes of all blocks of a job, as those of each group."""
+    each = iter(outcomes)
+    return tuple([tuple(islice(each, len(group.keys))) for group in job.groups])
 
 
 @dataclass(slots=True, eq=False)
@@ -97,16 +103,11 @@ class RowCopy:
         groups, runs = self.job.groups, self.runs
         if self.whole and len(runs) == 1:
             return tuple([(runs[0][1],) * len(group.keys) for group in groups])
-        sizes = list(map(len, map(KEYS_OF, groups)))
-        each = [self.without] * sum(sizes)
+        each = [self.without] * self.job.num_blocks
         ended = chain.from_iterable([(outcome,) * count for count, outcome in runs])
         for position, outcome in zip(self.copied, ended, strict=True):
             each[position] = outcome
-        found, first = list[tuple[BlockOutcome, ...]](), 0
-        for size in sizes:
-            found.append(tuple(each[first : first + size]))
-            first += size
-        return tuple(found)
+        return by_groups(self.job, each)
 
     def result(self) -> JobResult:
         """The result of the job, without its seconds and bytes."""

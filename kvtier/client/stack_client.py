@@ -139,7 +139,7 @@ class StackClient(EngineClient):
         core, looks = self.core, self._looks
         found = core.lookup(looks, keys) if looks.states else [LookupResult.RETRY] * len(keys)
         if LookupResult.RETRY in found:
-            core.look(looks, [key for key in keys if key not in looks.states] if looks.states else keys, ask)
+            core.look(looks, [key for key in keys if key not in looks.states], ask)
             if self._may_wait and not looks.served:
                 self._may_wait = False
                 self._await(lambda: looks.served, LOOKUP_WAIT_SECONDS)

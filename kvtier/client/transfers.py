@@ -11,11 +11,11 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, chain, islice
+from itertools import accumulate, chain
 
 import numpy as np
 
-from kvtier.client.copies import RowCopy, keys_of
+from kvtier.client.copies import RowCopy, by_groups, keys_of
 from kvtier.client.core import EngineCore
 from kvtier.client.request import ClientRequest
 from kvtier.errors import IntegrityError
@@ -138,8 +138,7 @@ class RunningJob:
 
     def result(self, now: float) -> JobResult:
         """The result, once every block has an outcome."""
-        each = iter([outcome or jobs.MISSING for outcome in self.outcomes])
-        outcomes = tuple(tuple(islice(each, len(group.keys))) for group in self.job.groups)
+        outcomes = by_groups(self.job, [outcome or jobs.MISSING for outcome in self.outcomes])
         return JobResult(self.job.job_id, outcomes, self.bytes_moved, now - self.begun)
 
 
@@ -210,7 +209,7 @@ class Transfers:
             copy = core.begin_store(job)
         else:
             assert request is not None
-            self._rows_left -= sum(map(len, map(jobs.KEYS_OF, job.groups)))
+            self._rows_left -= job.num_blocks
             copy = core.begin_load(job, request)
         assert copy is not None  # each block has a row
         self._begin_copy(copy)
