@@ -5,9 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import tempfile
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -19,16 +16,6 @@ from kvtier.config import parse_stack
 from kvtier.options import folders_of
 from kvtier.service.channel import is_listening
 from kvtier.service.earlier_ranks import adopt_ranks
-
-
-@pytest.fixture
-def folder() -> Iterator[str]:
-    """A `runtime_dir` of a short path; what still runs there is killed at the end."""
-    with tempfile.TemporaryDirectory() as base:
-        yield base
-        for path in Path(base).glob("*/*.sock"):
-            with suppress(OSError):
-                os.kill(peer_pid(str(path)), signal.SIGKILL)
 
 
 def kill(path: str) -> None:

@@ -61,22 +61,12 @@ def loads_right(witness: TestEngine, rng: random.Random, counts: Counter[str]) -
     counts.update(witness.load(range(first, first + 32), f"w{counts.total()}"))
 
 
+@pytest.mark.parametrize("strikes", [None, pytest.param(1000, marks=pytest.mark.long)])
 def test_killed_engines_leave_right_bytes_and_no_row_behind(
-    tmp_path: Path, seed: int, dial: Callable[[int, int], int], capsys: pytest.CaptureFixture[str]
+    strikes: int | None, tmp_path: Path, seed: int, dial: Callable[[int, int], int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    strike_engines(dial(60, 10), tmp_path, seed, capsys)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(3600)
-def test_a_thousand_killed_engines_leave_right_bytes_and_no_row_behind(
-    tmp_path: Path, seed: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    strike_engines(1000, tmp_path, seed, capsys)
-
-
-def strike_engines(strikes: int, tmp_path: Path, seed: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """Kill engines and workers, at least half of them with something open."""
+    """Engines and workers are killed, at least half of them with something open."""
+    strikes = strikes or dial(60, 10)
     rng = random.Random(seed)
     counts, opens, took = Counter[str](), Counter[str](), list[float]()
     stack = stack_text(ROWS, tmp_path / "root")
@@ -111,23 +101,13 @@ def on_disk(path: str) -> int:
     return int(json.loads(document)["stats"]["tiers"]["fs"]["stored"])
 
 
+@pytest.mark.parametrize("kills", [None, pytest.param(1000, marks=pytest.mark.long)])
 def test_a_killed_stack_process_costs_engines_misses_alone(
-    tmp_path: Path, seed: int, dial: Callable[[int, int], int], capsys: pytest.CaptureFixture[str]
+    kills: int | None, tmp_path: Path, seed: int, dial: Callable[[int, int], int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """No job of the engine waits for ever, and what the next process finds on the disk has the right bytes."""
-    kill_processes(dial(50, 3), tmp_path, seed, capsys)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(7200)
-def test_a_thousand_killed_stack_processes_cost_engines_misses_alone(
-    tmp_path: Path, seed: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    kill_processes(1000, tmp_path, seed, capsys)
-
-
-def kill_processes(kills: int, tmp_path: Path, seed: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """Kill stack processes while their engine has jobs, leases and questions open."""
+    """Its engine has jobs, leases and questions open. No job waits for ever, and what the next process finds on the
+    disk has the right bytes."""
+    kills = kills or dial(50, 3)
     rng, counts = random.Random(seed), Counter[str]()
     stack, path = tmp_path / "stack.yaml", str(tmp_path / "socket")
     figures = str(tmp_path / "figures")

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,16 +23,6 @@ from kvtier.service.channel import is_listening
 
 LINGER_SECONDS = 1.0
 SUPPORT = str(Path(__file__).parents[1] / "support")
-
-
-@pytest.fixture
-def folder() -> Iterator[str]:
-    """A `runtime_dir` of a short path; what still runs there is killed at the end."""
-    with tempfile.TemporaryDirectory() as base:
-        yield base
-        for path in Path(base).glob("*/*.sock"):
-            with suppress(OSError):
-                os.kill(peer_pid(str(path)), signal.SIGKILL)
 
 
 def start(folder: str, stack: str | None = None, restarts: Restarts | None = None) -> str:

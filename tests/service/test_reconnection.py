@@ -9,11 +9,9 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
@@ -59,16 +57,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-@pytest.fixture
-def folder() -> Iterator[str]:
-    """A `runtime_dir` of a short path; what still runs there is killed at the end."""
-    with tempfile.TemporaryDirectory() as base:
-        yield base
-        for path in Path(base).glob("*/*.sock"):
-            with suppress(OSError):
-                os.kill(peer_pid(str(path)), signal.SIGKILL)
 
 
 @pytest.fixture
