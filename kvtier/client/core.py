@@ -46,6 +46,9 @@ RESULTS: dict[int | None, LookupResult] = {
 LENT_MIN = 64
 FILLED_MAX = 1 << 16
 """Keys of the engine's own stores that are remembered: they are not stored once more while they are in a row."""
+LEASE_TURNS = 2
+"""Turns for which a lease holds although it is asked back: vLLM takes two a step, and looks up between them. Requests
+that want more rows than there are would else take them from each other for ever, before any is loaded."""
 
 
 class EngineCore:
@@ -82,6 +85,8 @@ class EngineCore:
         self._wanted = self._stored = self._needed = 0
         self._ahead = LENT_MIN
         self._needs = False
+        self._turn = 0
+        self._asked_back: list[ClientRequest] = []
 
     @property
     def serves(self) -> bool:
@@ -185,6 +190,23 @@ class EngineCore:
         filled = self._filled.get(key)
         return False if filled is None else filled or None
 
+    def begin_turn(self) -> None:
+        """A turn begins, in which leases end that were asked back when they were new."""
+        self._turn += 1
+        if self._asked_back:
+            waiting, self._asked_back = self._asked_back, []
+            for request in waiting:
+                if request.asked_back:  # no load has used the leases
+                    self._give_back(request)
+
+    def _give_back(self, request: ClientRequest) -> None:
+        """End the leases of a request, new ones in a later turn."""
+        request.asked_back = bool(request.leased) and self._turn < request.leased_in_turn + LEASE_TURNS
+        if request.asked_back:
+            self._asked_back.append(request)
+        else:
+            self.release(request)
+
     def release(self, request: ClientRequest) -> None:
         """The request's leases end."""
         if request.states or request.reserved:
@@ -203,6 +225,7 @@ class EngineCore:
                 del self._requests[request.id]
 
     def _forget(self, request: ClientRequest) -> None:
+        request.asked_back = False
         request.leased.clear()
         request.states.clear()
         request.reserved.clear()
@@ -248,7 +271,7 @@ class EngineCore:
 
     def _on_revoke(self, item: wire.Revoke) -> None:
         for request in filter(None, map(self._requests.get, item.requests)):
-            self.release(request)
+            self._give_back(request)
         self._return(item.lent)
 
     def _on_weights(self, item: wire.Weights) -> None:
@@ -425,6 +448,7 @@ class EngineCore:
                 request.present.add(key)
             elif self._filled.get(key):
                 del self._filled[key]  # it is in no row any more
+        request.leased_in_turn = self._turn
 
     def _on_update(self, request: ClientRequest, keys: Sequence[OffloadKey], item: wire.Found) -> None:
         """Tiers have answered."""

@@ -149,6 +149,7 @@ class SchedulerClient:
 
     def turn(self) -> None:
         """Once per engine step: take in what came, send what was decided. `core.ended` are the copies that ended."""
+        self.core.begin_turn()
         self._receive()
         self._balance_rows()
         self._send()

@@ -316,6 +316,8 @@ class SimulatedEngineLife:
         for _ in range(2000):
             if self.end is None or not (self.core._asked or self.core._copies):
                 return
+            self.core.begin_turn()
+            self._send()
             await asyncio.sleep(0.01)
         asked, jobs = len(self.core._asked), list(self.core._copies)
         self.world.oracle.violation(f"engine {self.number}: {asked} numbers were not answered, jobs {jobs} did not end")
@@ -356,6 +358,7 @@ class SimulatedEngineLife:
 
     def _step(self) -> None:
         rng, core = self.rng, self.core
+        core.begin_turn()
         for _ in range(rng.randint(1, 4)):
             rng.choices((self._ask, self._store, self._look, self._say), (2, 2, 3, 1))[0]()
         if rng.random() < self.plan.resets:

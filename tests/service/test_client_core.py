@@ -219,3 +219,43 @@ def test_what_a_revoke_names_beyond_a_message_goes_back_in_parts() -> None:
     returned = [pair for item in taken(core, wire.Return) for pair in item.places.pairs()]  # type: ignore[attr-defined]
     assert returned == places[:8000]
     assert core.room == 1000
+
+
+def test_a_lease_that_is_asked_back_at_once_holds_for_a_step_of_lookups() -> None:
+    core = served()
+    core.begin_turn()
+    request = leased(core)
+    core.take_in([wire.Revoke(["r"])])
+    core.begin_turn()
+    assert core.lookup(request, KEYS) == [LookupResult.HIT] * 3
+    assert not taken(core, wire.Drop)
+    core.begin_turn()
+    assert taken(core, wire.Drop) == [wire.Drop("r")]
+    assert core.lookup(request, KEYS) == [LookupResult.RETRY] * 3
+    core.begin_turn()
+    assert not core.out
+
+
+def test_a_lease_that_has_held_for_a_step_is_given_back_at_once() -> None:
+    core = served()
+    leased(core)
+    core.begin_turn()
+    core.begin_turn()
+    core.take_in([wire.Revoke(["r"])])
+    assert taken(core, wire.Drop) == [wire.Drop("r")]
+
+
+def test_a_load_of_what_is_asked_back_goes_on_and_the_next_lease_of_its_request_is_not_given_back() -> None:
+    core = served()
+    request = leased(core)
+    core.take_in([wire.Revoke(["r"])])
+    core.begin_turn()
+    assert core.begin_load(job(JobKind.LOAD), request) is not None
+    core.ask(request, KEYS)
+    (asked,) = taken(core, wire.Ask)
+    assert isinstance(asked, wire.Ask)
+    core.take_in([wire.Found(asked.number, bytes([LEASED] * 3), Places.of([5, 6, 7], [1, 1, 1]))])
+    for _ in range(3):
+        core.begin_turn()
+    assert not taken(core, wire.Drop)
+    assert core.lookup(request, KEYS) == [LookupResult.HIT] * 3
