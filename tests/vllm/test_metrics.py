@@ -25,6 +25,7 @@ WITHOUT_A_VALUE = {"kvtier_curve_missed_blocks_total"}
 
 def test_figures_are_read_once_more_when_there_is_nothing_to_do(driver, root, seed, monkeypatch):
     monkeypatch.setattr("kvtier.engines.vllm.metrics.INTERVAL_SECONDS", 1e6)
+    monkeypatch.setattr(client_driver, "INTERVAL_SECONDS", 1e6)
     monkeypatch.setattr(client_driver, "IDLE_SECONDS", 1.0)  # in which the answer comes
     with FakeEngine(offloading_config(small_stack(root, 50)), seed) as vllm:
         assert vllm.manager.has_pending_work(), "the first reading is before the first request"

@@ -20,7 +20,7 @@ from kvtier.client.request import ClientRequest
 from kvtier.engines.digests import Confirmation
 from kvtier.engines.vllm.compat import LOGGER
 from kvtier.engines.vllm.identity import measure, refine
-from kvtier.engines.vllm.metrics import Meter, counted
+from kvtier.engines.vllm.metrics import INTERVAL_SECONDS, Meter, counted
 from kvtier.engines.vllm.primary.model_weights import REPLACED, Verdict
 from kvtier.engines.vllm.primary.wire import NO_REPORT
 from kvtier.engines.vllm.settings import EnginePlan, engine_identity
@@ -37,6 +37,8 @@ from kvtier.types.namespace import Namespace
 from kvtier.types.requests import RequestInfo
 
 IDLE_SECONDS = 0.002
+TURN_SECONDS = 0.02
+"""How often the end of a step that has nothing to say takes in what came: no lookup and no store waits for that."""
 FIGURES_SECONDS = 10.0
 """How long an engine without requests steps for the last figures, if the stack process does not send them."""
 IDENTITY_SECONDS = 10.0
@@ -78,7 +80,7 @@ class ClientDriver:
         self._forgotten: list[JobId] = []
         self._forgotten_turns = 0
         self._restarts_counted = 0
-        self._figures_until = 0.0
+        self._figures_until = self._figures_at = self._turn_at = 0.0
         self._figures_are_old = True
         self._reachable = ReachableBlocks()
         self._life = self.client.life
@@ -193,8 +195,14 @@ class ClientDriver:
 
     # -- the step ------------------------------------------------------------------------------------------------
 
+    def end_step(self) -> bool:
+        """A `turn`, unless there is nothing to send and one was not long ago."""
+        due = self._core.out or self._forgotten or time.monotonic() >= self._turn_at or self.has_pending_work
+        return bool(due) and self.turn()
+
     def turn(self) -> bool:
         """Take in what came, send what was decided. False: nothing but this engine's own reset makes leases void."""
+        self._turn_at = time.monotonic() + TURN_SECONDS
         self.client.turn()
         core = self._core
         core.ended.clear()  # vLLM goes by the reports of its workers
@@ -286,8 +294,8 @@ class ClientDriver:
 
         They are asked for here, so that the next step has them. What tiers write after that is not in them.
         """
-        self.client.rest()
         if not (self._core.connected and self._figures_are_old):
+            self.client.rest()
             return False
         self._figures_are_old = False
         self._core.ask_stats(rests=True)
@@ -350,12 +358,16 @@ class ClientDriver:
 
     def figures(self, meter: Meter) -> OffloadingConnectorStats | None:
         """The figures that came since the last call; they are asked for once an interval."""
-        core, restarts = self._core, self._restarts() - self._restarts_counted
+        core, now = self._core, time.monotonic()
         if not core.series:
-            if core.connected and not core.stats_pending and meter.is_due():
-                core.ask_stats()
-            if not restarts:
+            if now < self._figures_at:
                 return None
+            if core.connected and not core.stats_pending:
+                core.ask_stats()
+        self._figures_at = now + INTERVAL_SECONDS
+        restarts = self._restarts() - self._restarts_counted
+        if not (core.series or restarts):
+            return None
         series, core.series = core.series, []
         self._note(series)
         if restarts:

@@ -177,6 +177,8 @@ class EmbeddedDriver:
         self.stack.step()
         return resets
 
+    end_step = turn
+
     @property
     def has_pending_work(self) -> bool:
         """True while blocks are in flight between tiers."""

@@ -263,7 +263,8 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
             self._end_leases(request_id)
         if self._scanned or self._reserved:
             self._reserve_scanned()
-        self._turn()
+        if self._driver.end_step():
+            self._on_reset()
         self._in_step = False
 
     def _reserve_scanned(self) -> None:

@@ -67,6 +67,8 @@ class RouterEvents:
     def take(self) -> list[OffloadingEvent]:
         """Events since the last call: blocks that became reachable in a tier or ceased to be. What a tier has recovered
         is published in parts, behind the rest."""
+        if not self._enabled:
+            return []
         published: list[events.OffloadingEvent] = []
         for event in self._driver.take_events():
             if not event.removed and (len(event.keys) > KEYS_PER_STEP or not self._in_use):
