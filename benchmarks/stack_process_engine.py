@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from benchmarks.beside import JOB_BLOCKS, Neighbour, nap, run, spin
+from benchmarks.beside import JOB_BLOCKS, Neighbour, OtherProcess, nap, run, spin
 from benchmarks.fs_child import FIRST, LOAD, Content, Contestant, Job, Pass, Refused, Setup
 from benchmarks.fs_kvtier import keys_of
 from benchmarks.peer import serve
@@ -57,6 +57,7 @@ class StackTiers(Contestant):
         self._driver, self._runtime, self._capacity, self._engine_id = driver, runtime, capacity, engine_id
         self._ended: dict[int, JobResult] = {}
         self._requests = 0
+        self.pause_seconds = 0.0
 
     def open(self, setup: Setup) -> npt.NDArray[np.uint8]:
         self._blocks, nbytes = setup.blocks, setup.blocks * setup.block_bytes
@@ -103,6 +104,8 @@ class StackTiers(Contestant):
         found = list[tuple[float, int]]()
         while True:
             while len(begun) < at_once and (job := next(jobs, None)) is not None:
+                if self.pause_seconds:
+                    time.sleep(self.pause_seconds)
                 begun[begin(keys_of(job), gpu_blocks=self._gpu_blocks(job))] = time.perf_counter()
             if not begun:
                 return found
@@ -254,30 +257,38 @@ class EngineProcess:
         return seconds, after.load_seconds - before.load_seconds, delays
 
     def loads(self) -> Figures:
-        """Loads one by one, alone and beside a thread that is busy in Python."""
+        """Loads one by one, alone, beside a thread that is busy in Python, and beside a process that is: there with the
+        pauses between loads of the disk tier that the thread made."""
         size = f"{self._setup.block_bytes >> 10} KiB"
         (alone, disk_alone, _), (busy, disk_busy, _) = self._load(1, None), self._load(1, spin)
+        self._tiers.pause_seconds = (busy - disk_busy) / (self._setup.blocks // JOB_BLOCKS)
+        with OtherProcess(spin):
+            _, disk_beside, _ = self._load(1, None)
+        self._tiers.pause_seconds = 0.0
         gib, name = self._setup.blocks * self._setup.block_bytes / GIB, f"{size} one by one"
         return {
             f"{name}, GiB/s": gib / alone,
             f"{name}, beside a busy thread, share": alone / busy,
             f"{name}, GiB/s of the disk tier": gib / disk_alone,
             f"{name}, beside a busy thread, share of the disk tier": disk_alone / disk_busy,
+            f"{name}, beside a busy process, with pauses, share of the disk tier": disk_alone / disk_beside,
             **self._child_mib(f"{size} loads"),
         }
 
     def naps(self, seconds: float) -> Figures:
-        """Lateness of a thread that naps, beside loads at full speed for so long and beside nothing."""
+        """Lateness of a thread that naps, beside loads at full speed for so long and beside nothing; and meanwhile that
+        of a process that does nothing else."""
         with Neighbour(nap) as alone:
             time.sleep(seconds)
         loading, spent = list[float](), 0.0
-        while spent < seconds:
-            took, _, delays = self._load(AT_ONCE, nap)
-            spent += took
-            loading += delays
+        with OtherProcess(nap) as other:
+            while spent < seconds:
+                took, _, delays = self._load(AT_ONCE, nap)
+                spent += took
+                loading += delays
         name = f", beside {self._setup.block_bytes >> 10} KiB loads"
         found = {f"naps{name}": float(len(loading))}
-        for beside, delays in (("", alone.delays), (name, loading)):
+        for beside, delays in (("", alone.delays), (name, loading), (f"{name}, of another process", other.delays)):
             found |= {f"nap late p{rank}, ms{beside}": percentile(delays, rank) * MS for rank in (50, 99)}
         return found
 
