@@ -219,7 +219,11 @@ class GPUBackend(LoadStore):
                 if self._open is not opened or opened.lost:
                     reason = DropReason.CLOSING if self._open is not opened else DropReason.TIER_DOWN
                     return JobResult.uniform(job, dropped(reason))
-                failure = await _start_copy(opened.engine, plan, direction, job.urgent)
+                engine = opened.engine
+                if engine.takes_no_thread(plan):
+                    failure = engine.copy(plan, direction)
+                else:
+                    failure = await _start_copy(engine, plan, direction, job.urgent)
             missed = _rows_missed(plan, failure) if failure is not None else frozenset()
             for rows, generations in stamps if not missed else _others(stamps, missed):
                 opened.rows.stamp(worker, rows, generations)

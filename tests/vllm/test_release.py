@@ -26,6 +26,7 @@ from kvtier.engines.vllm.primary import worker
 from kvtier.engines.vllm.primary.inflight_copies import InflightCopies
 from kvtier.engines.vllm.primary.manager import KVTierManager
 from kvtier.errors import ConfigError, ResourceError
+from kvtier_gpu.engines import host_memory
 from kvtier_gpu.engines.host_memory import HostMemoryEngine
 
 pytestmark = pytest.mark.engine
@@ -122,6 +123,7 @@ def test_a_load_within_the_step_waits_for_no_other_copy(root, seed, monkeypatch)
         engine.add([1, 2, 3])
         engine.run()
         monkeypatch.setattr(HostMemoryEngine, "_copy", gated)
+        monkeypatch.setattr(host_memory, "OWN_BYTES_MAX", -1)  # copies have threads
         manager, (gpu,) = engine.manager, engine.workers
         found, others = engine.add([1, 2, 3, 4]), [engine.add([number]) for number in (5, 6, 7)]
         assert engine._hits(found) == 3

@@ -86,6 +86,14 @@ class CopyEngine(ABC):
         An urgent copy to the GPU waits for no other one, if the engine was made with a lane for those.
         """
 
+    def takes_no_thread(self, plan: CopyPlan) -> bool:
+        """True if the copies of a plan take less time than to have another thread make them: `copy` may make them."""
+        return False
+
+    def copy(self, plan: CopyPlan, direction: Direction) -> CopyFailure | None:
+        """Make the copies of a plan in the calling thread. Returns what failed."""
+        raise NotImplementedError
+
     @abstractmethod
     def stop(self, timeout_seconds: float) -> bool:
         """Finish what was submitted and release every buffer; blocks like `start`. False: still copying."""

@@ -44,6 +44,9 @@ MIN_PIECES = 512
 """numpy keeps the GIL while it indexes 500 elements or fewer; more pieces than that and the loop runs meanwhile."""
 PART_BYTES_MIN = 256 << 10
 PART_BYTES_MAX = 8 << 20
+OWN_BYTES_MAX = 256 << 10
+"""Plans up to here are copied in the thread that asks for them: some 50 us at most, without the GIL. Two turns of
+threads cost more, and beside a thread that is busy in Python each takes up to a switch interval."""
 
 
 def _window(low: int, end: int) -> Bytes:
@@ -125,9 +128,19 @@ class HostMemoryEngine(CopyEngine):
     def fence(self) -> None:
         """Nothing: what computes in host memory has written it before it asks for a copy."""
 
-    def submit(self, plan: CopyPlan, direction: Direction, done: Done, urgent: bool = False) -> None:
+    def takes_no_thread(self, plan: CopyPlan) -> bool:
+        return self._compiled is not None and plan.nbytes <= OWN_BYTES_MAX
+
+    def copy(self, plan: CopyPlan, direction: Direction) -> CopyFailure | None:
+        self._check_process()
+        return self._try_copy(plan.groups, direction, plan.row_bytes)
+
+    def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise UsageError("the GPU tier was opened by another process; open it after the fork")
+
+    def submit(self, plan: CopyPlan, direction: Direction, done: Done, urgent: bool = False) -> None:
+        self._check_process()
         queue = self._urgent if urgent and self._urgent is not None else self._queue
         part_bytes = min(PART_BYTES_MAX, max(PART_BYTES_MIN, -(-plan.nbytes // self._num_threads)))
         parts = split(plan, part_bytes)
@@ -157,12 +170,14 @@ class HostMemoryEngine(CopyEngine):
 
     def _move(self, part: tuple[GroupPages, ...], direction: Direction, row_bytes: int, done: Done) -> None:
         """Copy a part, and report its end with an outcome."""
-        failure = None
+        done(self._try_copy(part, direction, row_bytes))
+
+    def _try_copy(self, part: tuple[GroupPages, ...], direction: Direction, row_bytes: int) -> CopyFailure | None:
         try:
             self._copy(part, direction)
         except Exception as error:
-            failure = CopyFailure(error.with_traceback(None), rows_of(part, row_bytes))
-        done(failure)
+            return CopyFailure(error.with_traceback(None), rows_of(part, row_bytes))
+        return None
 
     def _copy(self, part: tuple[GroupPages, ...], direction: Direction) -> None:
         region = self._region

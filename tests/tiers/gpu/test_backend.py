@@ -21,7 +21,7 @@ from kvtier.types.gpu_runs import GPURuns
 from kvtier.types.jobs import LOADED, DropReason, TransferJob, dropped, failed
 from kvtier_gpu import GPUBackend, GPUOptions
 from kvtier_gpu.copy_plan import GroupPages
-from kvtier_gpu.engines import native_copy
+from kvtier_gpu.engines import host_memory, native_copy
 from kvtier_gpu.engines.host_memory import HostMemoryEngine
 from kvtier_gpu.engines.pinned_region import PAGE_BYTES, PIECE_BYTES, PIECES_MAX, PinnedRegion, RowSlices
 
@@ -48,7 +48,7 @@ async def opened(rows: MmapRows, options: GPUOptions | None = None) -> GPUBacken
 
 
 class Gate:
-    """Holds every copy at its start until it is opened; `begun` is set, in the loop, when the first one is there."""
+    """Holds every copy at its start, in a thread, until it is opened; `begun` is set in the loop by the first one."""
 
     def __init__(self, patch: pytest.MonkeyPatch, error: Exception | None = None) -> None:
         self._open = threading.Event()
@@ -65,6 +65,7 @@ class Gate:
             self.passed += 1
 
         patch.setattr(HostMemoryEngine, "_copy", gated)
+        patch.setattr(host_memory, "OWN_BYTES_MAX", -1)
 
     def open(self) -> None:
         self._open.set()
@@ -80,6 +81,24 @@ async def test_opening_tells_capacity_and_means(rows: MmapRows) -> None:
     opened = await tier.open(context(GEOMETRY, tensors(), rows))
     mode = "cpu, 3 copy threads" + (", compiled copies" if native_copy.load() else "")
     assert (opened.capacity_bytes, opened.mode, opened.space) == (NUM_BLOCKS * 1000, mode, None)
+    await tier.close()
+
+
+@pytest.mark.parametrize("own_bytes_max", [0, 1 << 20])
+async def test_a_small_copy_needs_no_thread(rows: MmapRows, monkeypatch: pytest.MonkeyPatch, own_bytes_max) -> None:
+    threads, copy = [], HostMemoryEngine._copy
+
+    def seen(engine: HostMemoryEngine, *arguments: object) -> None:
+        threads.append(threading.current_thread())
+        copy(engine, *arguments)
+
+    monkeypatch.setattr(HostMemoryEngine, "_copy", seen)
+    monkeypatch.setattr(host_memory, "OWN_BYTES_MAX", own_bytes_max)
+    tier = await opened(rows)
+    assert (await tier.load(WORK)).ok
+    assert rows.stamps[0].tolist() == [0, 0, 6, 0]
+    own = bool(own_bytes_max) and native_copy.load() is not None
+    assert [each is threading.main_thread() for each in threads] == [own]
     await tier.close()
 
 
@@ -108,6 +127,7 @@ async def test_an_urgent_copy_waits_for_no_other_one(rows: MmapRows, monkeypatch
         copy(engine, *arguments)
 
     monkeypatch.setattr(HostMemoryEngine, "_copy", gated)
+    monkeypatch.setattr(host_memory, "OWN_BYTES_MAX", -1)
     tier = await opened(rows, GPUOptions(copy_threads=1, urgent_lane=True))
     others = [asyncio.create_task(tier.load(WORK)) for _ in range(2)]
     await begun.wait()  # one copy holds the only thread of its lane
