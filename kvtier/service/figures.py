@@ -47,11 +47,17 @@ class EngineFigures:
                 if isinstance(value, HistogramFigures):
                     found = self._histogram(metric.name, labels, value)
                 elif metric.kind == "gauge":
-                    found = MetricSeries(GAUGE, metric.name, list(labels), [value])
+                    found = self._gauge(metric.name, labels, value)
                 else:
                     found = self._counter(metric.name, labels, value)
                 if found is not None:
                     yield found
+
+    def _gauge(self, name: str, labels: tuple[str, ...], value: float) -> MetricSeries | None:
+        if self._counted.get((name, labels)) == value:
+            return None
+        self._counted[name, labels] = value
+        return MetricSeries(GAUGE, name, list(labels), [value])
 
     def _counter(self, name: str, labels: tuple[str, ...], value: float) -> MetricSeries | None:
         before = self._counted.get((name, labels))

@@ -532,9 +532,14 @@ async def test_figures_come_whole_at_first_and_then_as_what_has_changed(monkeypa
         assert count == 1
         assert len(changed) < len(series)
         assert ("kvtier_evicted_blocks_total", ("cpu",)) not in changed
+        assert ("kvtier_capacity_bytes", ("cpu",)) in series.keys() - changed.keys()
+        assert changed["kvtier_used_bytes", ("cpu",)].values > series["kvtier_used_bytes", ("cpu",)].values
         monkeypatch.setattr(session, "FIGURES_SECONDS", 60.0)
+        collected, collect = [], world.pool.send_figures
+        monkeypatch.setattr(world.pool, "send_figures", lambda session: (collected.append(session), collect(session)))
         engine.send(*[wire.AskStats()] * 7)
-        assert [len(item.series) > 0 for item in engine.take(wire.Stats) if item.last] == [True] * 5 + [False] * 2
+        assert len([item for item in engine.take(wire.Stats) if item.last]) == 7
+        assert len(collected) == 5
 
 
 async def test_requests_hints_and_speeds_reach_the_stack():

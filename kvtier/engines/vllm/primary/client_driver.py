@@ -37,7 +37,7 @@ from kvtier.types.namespace import Namespace
 from kvtier.types.requests import RequestInfo
 
 IDLE_SECONDS = 0.002
-TURN_SECONDS = 0.02
+TURN_SECONDS = 0.05
 """How often the end of a step that has nothing to say takes in what came: no lookup and no store waits for that."""
 FIGURES_SECONDS = 10.0
 """How long an engine without requests steps for the last figures, if the stack process does not send them."""
