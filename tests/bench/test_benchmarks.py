@@ -109,7 +109,8 @@ def test_the_path_benchmark_counts_every_trip_of_a_block_and_of_a_batch(record: 
     for name, row in one.items():
         assert 0 < row["files_min"] <= row["calls_min"] <= row["calls"] <= row["calls_max"]
         assert batch[name]["calls"] < 8 * row["calls"]
-        assert (row["hand_overs_max"] == 0) == name.startswith("lookup")
+        by_itself = name.startswith("lookup") or (name == "load from a row" and native_copy.load() is not None)
+        assert (row["hand_overs_max"] == 0) == by_itself
     assert one["load from disk"]["calls"] > one["load from a row"]["calls"]
     for rows in (one, batch):
         assert rows["a request, reuse"]["calls_min"] <= REUSE_CALLS_MAX * rows["a request, lru"]["calls_min"]
