@@ -131,11 +131,12 @@ def test_what_is_on_the_disk_is_reserved_and_loaded(tmp_path):
         at = [number for number, result in enumerate(found) if result is LookupResult.HIT_PENDING][:8]
         chosen = tuple(names[number] for number in at)
         cache.zero_()
-        request = client.request("r")
-        client.reserve(request, chosen)
-        while not request.served and time.monotonic() < until:
-            client.step()
-            client.wait(0.05)
+        request, until = client.request("r"), time.monotonic() + 30.0
+        while len(request.leased) < 8 and time.monotonic() < until:  # a reservation may be late on a busy machine
+            client.reserve(request, chosen)
+            while not request.served and time.monotonic() < until:
+                client.step()
+                client.wait(0.05)
         assert len(request.leased) == 8
         assert run(client, LOAD, chosen, 0, request) == ["loaded"] * 8
         assert torch.equal(cache[:8], content[at])
@@ -155,7 +156,8 @@ def test_an_end_is_seen_by_the_other(what, tmp_path):
                 request = again.request("r", keys(4))
                 assert again.lookup(request, keys(4))[0] in (LookupResult.HIT, LookupResult.RETRY)
     if what == "service":
-        assert client.lookup(client.request("r"), keys(4)) == [LookupResult.RETRY] * 4 or True
+        before = client.lookup(client.request("r"), keys(4))
+        assert set(before) <= {LookupResult.RETRY, LookupResult.MISS}, "as it was, or as it is known now"
         client.step()
         request = client.request("s", keys(4))
         assert client.lookup(request, keys(4)) == [LookupResult.MISS] * 4
