@@ -13,7 +13,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.aio.loop_budget import ByteBudget
@@ -42,7 +42,7 @@ from kvtier.types.jobs import (
 from kvtier.types.keys import CPU
 from kvtier.types.values import job_value
 from kvtier_cpu.region.opening import RegionHost, attach_region, open_region
-from kvtier_cpu.region.populate import private_works
+from kvtier_cpu.region.populate import RESERVED_PAGE_BYTES, private_works
 from kvtier_cpu.region.shared_region import Populated, RegionSpec, SharedRegion, Sharing, intact_rows, seal_rows
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ T = TypeVar("T")
 
 PIECE_BYTES = 4 << 20
 """Bytes that one call clears and hashes: below a millisecond, so that several jobs share the threads fairly."""
+RESERVED_KEY = "stack.tiers.reserved_huge_pages"
 POOL_THREADS = 2
 POOL_CLOSE_SECONDS = 1.0
 CLOSE_SECONDS = 5.0
@@ -75,6 +76,9 @@ class CPUOptions(TierOptions):
         description="what hints may retain here, at most: bytes or a share such as 25%, and three quarters in any case",
     )
     huge_pages: bool = Field(default=True, description="ask for huge pages where the system offers them")
+    reserved_huge_pages: bool = Field(
+        default=False, description="rows in a memfd of huge pages that the host has set aside (vm.nr_hugepages)"
+    )
     populate: bool = Field(default=True, description="touch all memory at start instead of at first use")
     dump_rows: bool = Field(default=False, description="let core dumps hold the rows; they contain users' prompts")
     verify_loads: bool = Field(default=False, description="check a row's checksum again before it goes to the GPU")
@@ -87,6 +91,14 @@ class CPUOptions(TierOptions):
     join_timeout_seconds: float = Field(
         default=300.0, gt=0, allow_inf_nan=False, strict=False, description="how long to wait for the region's creator"
     )
+
+    @model_validator(mode="after")
+    def _check_reserved(self) -> Self:
+        if self.reserved_huge_pages and self.shared not in ("auto", "memfd"):
+            raise ValueError("reserved_huge_pages are for rows in a memfd: leave shared out")
+        if self.reserved_huge_pages and self.cpu_bytes_to_use % RESERVED_PAGE_BYTES:
+            raise ValueError("with reserved_huge_pages cpu_bytes_to_use is a multiple of 2 MiB")
+        return self
 
     def share(self, index: int, count: int) -> Self:
         """An equal part of the memory."""
@@ -399,6 +411,8 @@ class CPUBackend(LoadStore):
         options = self.options
         if options.shared != "auto":
             return Sharing(options.shared)
+        if options.reserved_huge_pages:
+            return Sharing.MEMFD
         if world_size > 1:
             return Sharing.NAMED
         return Sharing.PRIVATE if self._takes_private() else Sharing.MEMFD
@@ -409,6 +423,8 @@ class CPUBackend(LoadStore):
 
     def _spec(self, context: TierContext, sharing: Sharing) -> RegionSpec:
         geometry, options = context.geometry, self.options
+        if options.reserved_huge_pages and sharing is not Sharing.MEMFD:
+            raise ConfigError("has no name to find rows by; it is for a stack in a process of its own", RESERVED_KEY)
         return RegionSpec(
             geometry=geometry,
             num_rows=geometry.num_blocks(options.cpu_bytes_to_use),
@@ -417,6 +433,7 @@ class CPUBackend(LoadStore):
             engine_id=context.engine_id,
             participants=geometry.world_size + 1 if sharing is Sharing.NAMED else 1,
             huge_pages=options.huge_pages,
+            reserved=options.reserved_huge_pages,
             populate=options.populate,
             dump_rows=options.dump_rows,
             deadline_seconds=options.join_timeout_seconds,

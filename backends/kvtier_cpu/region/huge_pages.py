@@ -1,6 +1,7 @@
 """Huge pages for rows in shared memory: a mapping that has place for them, and a thread that makes them.
 
-A host gives huge pages to a memfd at once only where its setting `shmem_enabled` says so, which is `never` on most.
+A host gives huge pages to a memfd at once only where its setting `shmem_enabled` says so, which is `never` on most, or
+from those that it has set aside (`reserved_memfd`).
 `MADV_COLLAPSE` (Linux 6.1) makes them of pages that are there, without privileges and also while rows are used. A page
 that I/O or a device has pinned just now cannot be moved, and is tried again.
 """
@@ -30,6 +31,7 @@ FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 1.0, 60.0
 JOIN_SECONDS = 5.0
 _PROT_NONE, _NORESERVE, _FIXED = 0, 0x4000, 0x10
 _FAILED = ctypes.c_void_p(-1).value
+_HUGE_FIELDS = ("ShmemPmdMapped:", "FilePmdMapped:", "AnonHugePages:", "Shared_Hugetlb:", "Private_Hugetlb:")
 _LATER = (errno.EAGAIN, errno.EBUSY, errno.ENOMEM, errno.EINTR)
 
 _log = logging.getLogger(__name__)
@@ -46,11 +48,23 @@ def _libc() -> ctypes.CDLL:
     return libc
 
 
+def reserved_memfd(label: str) -> int:
+    """A memfd over the huge pages of 2 MiB that the host has set aside (`vm.nr_hugepages`). Raises OSError."""
+    return os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | os.MFD_HUGETLB | os.MFD_HUGE_2MB)
+
+
+def file_bytes(fd: int, size_bytes: int) -> int:
+    """The length of a file for so many bytes: over huge pages that were set aside it is a multiple of them."""
+    page = os.fstatvfs(fd).f_bsize
+    return -(-size_bytes // page) * page if page >= HUGE_BYTES else size_bytes
+
+
 def map_aligned(fd: int, size_bytes: int) -> Any:
     """A shared mapping of a file at a multiple of 2 MiB, as an object that is a buffer. Raises OSError.
 
-    It is unmapped when the last view of it is gone.
+    It is unmapped when the last view of it is gone. Of huge pages that were set aside it has whole ones.
     """
+    size_bytes = file_bytes(fd, size_bytes)
     length = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
     reserved = _map(None, length + HUGE_BYTES, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE, -1)
     base = -(-reserved // HUGE_BYTES) * HUGE_BYTES
@@ -83,7 +97,7 @@ def huge_bytes(pages: Any) -> int:
         for line in file:
             if head := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
                 inside = begin <= int(head[1], 16) < begin + len(pages)
-            elif inside and line.startswith(("ShmemPmdMapped:", "FilePmdMapped:", "AnonHugePages:")):
+            elif inside and line.startswith(_HUGE_FIELDS):
                 found += int(line.split()[1]) << 10
     return found
 

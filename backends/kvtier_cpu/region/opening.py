@@ -69,8 +69,9 @@ def open_region(spec: RegionSpec, host: RegionHost | None = None) -> SharedRegio
     opening = _Opening(spec, host or RegionHost())
     if spec.sharing is not Sharing.NAMED:
         limits = opening.host.limits
-        require(limits, spec.size_bytes, None)  # first: numpy describes no control area of more than 2**31 rows
-        require(limits, spec.size_bytes + spec.shape.size_bytes, None)
+        rows_bytes = 0 if spec.reserved else spec.size_bytes  # those were set aside before
+        require(limits, rows_bytes, None)  # first: numpy describes no control area of more than 2**31 rows
+        require(limits, rows_bytes + spec.shape.size_bytes, None)
         return opening.create_private() if spec.sharing is Sharing.PRIVATE else opening.create_memfd()
     if (private := _private.pop((os.getpid(), spec.engine_id), None)) is not None:
         return opening.join_private(private)
@@ -95,7 +96,9 @@ def attach_region(spec: RegionSpec, rows_fd: int, control_fd: int, counted: bool
 
     Raises RegionError unless they are a ready region of exactly this geometry, sealed against ever shrinking.
     """
-    for fd, size_bytes in ((rows_fd, spec.size_bytes), (control_fd, spec.shape.size_bytes)):
+    from kvtier_cpu.region.huge_pages import file_bytes  # most stacks have private memory
+
+    for fd, size_bytes in ((rows_fd, file_bytes(rows_fd, spec.size_bytes)), (control_fd, spec.shape.size_bytes)):
         if not _sealed(fd) or os.fstat(fd).st_size != size_bytes:
             raise RegionError("the descriptors are not those of a shared region of this size")
     opening = _Opening(spec, RegionHost())
@@ -137,7 +140,9 @@ class _Opening:
     def create_memfd(self) -> SharedRegion:
         """A memfd region. Whatever goes wrong, closing the descriptors gives everything back."""
         with ExitStack() as undo:
-            rows_fd = _sealed_memfd("kvtier-rows", self.spec.size_bytes, undo)
+            rows_fd = _sealed_memfd("kvtier-rows", self.spec.size_bytes, undo, self.spec.reserved)
+            if self.spec.reserved:
+                reserve(rows_fd, os.fstat(rows_fd).st_size, self.spec, self.patience)
             control_fd = _sealed_memfd("kvtier-control", self.spec.shape.size_bytes, undo)
             reserve(control_fd, self.spec.shape.size_bytes, self.spec, self.patience)
             region = self._build(rows_fd, control_fd, nullcontext())
@@ -299,8 +304,12 @@ class _Opening:
             raise no_address_space(self.spec.size_bytes, error) from error
 
 
-def _sealed_memfd(label: str, size_bytes: int, undo: ExitStack) -> int:
-    fd = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+def _sealed_memfd(label: str, size_bytes: int, undo: ExitStack, reserved: bool = False) -> int:
+    """Raises SharedMemoryError, RegionError."""
+    if reserved:
+        fd, size_bytes = _reserved_memfd(label, size_bytes)
+    else:
+        fd = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size_bytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
@@ -311,6 +320,17 @@ def _sealed_memfd(label: str, size_bytes: int, undo: ExitStack) -> int:
             raise SharedMemoryError(size_bytes, 0, f"this system ({error.strerror})") from error
         raise
     return fd
+
+
+def _reserved_memfd(label: str, size_bytes: int) -> tuple[int, int]:
+    """(a memfd of huge pages that were set aside, its length)."""
+    from kvtier_cpu.region.huge_pages import file_bytes, reserved_memfd
+
+    try:
+        fd = reserved_memfd(label)
+    except OSError as error:
+        raise RegionError(f"this system sets no huge pages of 2 MiB aside ({error.strerror})") from error
+    return fd, file_bytes(fd, size_bytes)
 
 
 @contextmanager

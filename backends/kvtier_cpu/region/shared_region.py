@@ -49,7 +49,8 @@ class RegionSpec:
 
     `namespace_digest` is what the bytes mean; together with the geometry it decides who may join. `serves` are the
     workers whose slices this process writes. A region in a process of its own has one participant that serves all.
-    `note` is a text of those workers for the coordinator. `dump_rows` lets core dumps hold the rows.
+    `note` is a text of those workers for the coordinator. `dump_rows` lets core dumps hold the rows. `reserved`: a
+    memfd is made of huge pages that the host has set aside.
     """
 
     geometry: Geometry
@@ -61,6 +62,7 @@ class RegionSpec:
     participants: int = 1
     participant: int = 0
     huge_pages: bool = True
+    reserved: bool = False
     populate: bool = True
     dump_rows: bool = False
     deadline_seconds: float = 300.0
@@ -87,6 +89,8 @@ class RegionSpec:
     @property
     def where(self) -> str:
         """Names the region's memory in errors."""
+        if self.reserved:
+            return "the huge pages of 2 MiB that this host has set aside (vm.nr_hugepages)"
         return self.directory if self.sharing is Sharing.NAMED else "anonymous memory"
 
     @property
@@ -120,7 +124,8 @@ class SharedRegion(ControlArea):
         super().__init__(np.frombuffer(control, dtype=np.uint8), spec.shape)
         self.spec, self.geometry = spec, spec.geometry
         self.num_rows, self.row_bytes = spec.num_rows, spec.geometry.row_bytes
-        self.view: npt.NDArray[np.uint8] = np.frombuffer(rows, dtype=np.uint8).reshape(self.num_rows, self.row_bytes)
+        flat = np.frombuffer(rows, dtype=np.uint8, count=spec.size_bytes)  # the last huge page may be longer
+        self.view: npt.NDArray[np.uint8] = flat.reshape(self.num_rows, self.row_bytes)
         self.populated = Populated.SKIPPED
         self.maps = rows, control
         self.memfds: tuple[int, int] | None = None

@@ -7,17 +7,20 @@ import gc
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 from support_region import geometry
 from support_service import until
 
+from kvtier.errors import ConfigError, SharedMemoryError
 from kvtier.tier.contract import TierContext
+from kvtier.types.geometry import Geometry, GroupLayout, KVLayout, TensorRef
 from kvtier.types.namespace import Namespace
 from kvtier_cpu import CPUBackend, CPUOptions
 from kvtier_cpu.region import huge_pages
@@ -207,6 +210,74 @@ async def test_the_tier_makes_them_for_rows_in_a_memfd(options: dict[str, Any], 
             assert backend.huge_share == 0.0
     finally:
         await backend.close()
+
+
+@pytest.fixture
+def set_aside() -> Iterator[Callable[[int], None]]:
+    """Has the host set so many huge pages of 2 MiB aside that nobody uses; afterwards as many as before."""
+    path, pool = Path("/proc/sys/vm/nr_hugepages"), Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
+    if not os.access(path, os.W_OK) or not pool.exists():
+        pytest.skip("only root may have huge pages set aside")
+    before = path.read_text()
+
+    def change(count: int) -> None:
+        used = int((pool / "nr_hugepages").read_text()) - int((pool / "free_hugepages").read_text())
+        path.write_text(str(used + count))
+        if int((pool / "free_hugepages").read_text()) != count:
+            pytest.skip("this host has no memory left for huge pages")
+
+    yield change
+    path.write_text(before)
+
+
+def reserving(count: int, **options: Any) -> tuple[CPUBackend, TierContext]:
+    """A tier of nearly so many huge pages, and its context: the rows end within the last page."""
+    plain = Geometry(KVLayout((GroupLayout((TensorRef(0, 5 * 4096),)),)), 4096)
+    backend = CPUBackend(CPUOptions(cpu_bytes_to_use=count * HUGE_BYTES, reserved_huge_pages=True, **options))
+    return backend, TierContext("cpu", plain, Namespace(plain.layout), lambda: 0.0)
+
+
+async def test_rows_may_be_in_huge_pages_that_the_host_has_set_aside(set_aside: Callable[[int], None]) -> None:
+    set_aside(3)
+    backend, context = reserving(3)
+    await backend.open(context)
+    rows_fd, control_fd = backend.rows.descriptors
+    assert os.fstat(rows_fd).st_size == 3 * HUGE_BYTES > backend.rows.spec.size_bytes
+    until(lambda: backend.huge_share == 1.0, "all are huge")
+    worker = CPUBackend.attach(replace(context, worker=0), backend.rows.num_rows, rows_fd, control_fd)
+    worker.view[:] = 7
+    assert huge_bytes(worker.maps[0]) == 3 * HUGE_BYTES
+    assert (backend.rows.view == 7).all()
+    with pytest.raises(OSError, match="not permitted"):
+        os.ftruncate(rows_fd, 2 * HUGE_BYTES)
+    worker.close()
+    await backend.close()
+    gc.collect()
+    again, context = reserving(3)  # all was given back
+    await again.open(context)
+    await again.close()
+
+
+async def test_too_few_huge_pages_set_aside_are_an_error_that_names_them(set_aside: Callable[[int], None]) -> None:
+    set_aside(2)
+    backend, context = reserving(3)
+    with pytest.raises(SharedMemoryError, match=r"vm\.nr_hugepages") as raised:
+        await backend.open(context)
+    assert (raised.value.need_bytes, raised.value.have_bytes) == (3 * HUGE_BYTES, 2 * HUGE_BYTES)
+    backend, context = reserving(2)  # nothing was left behind
+    await backend.open(context)
+    await backend.close()
+
+
+async def test_huge_pages_set_aside_are_whole_and_for_a_memfd_alone() -> None:
+    with pytest.raises(ValidationError, match="a multiple of 2 MiB"):
+        CPUOptions(cpu_bytes_to_use=HUGE_BYTES + 4096, reserved_huge_pages=True)
+    with pytest.raises(ValidationError, match="leave shared out"):
+        CPUOptions(cpu_bytes_to_use=HUGE_BYTES, reserved_huge_pages=True, shared="private")
+    backend, context = reserving(1)
+    found = CPUBackend(backend.options.for_engine(1.0))  # as vLLM's embedded stack has it
+    with pytest.raises(ConfigError, match="a stack in a process of its own"):
+        await found.open(context)
 
 
 def test_small_rows_have_no_place_for_one(fd: int) -> None:
