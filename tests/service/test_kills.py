@@ -92,6 +92,37 @@ def test_killed_engines_leave_right_bytes_and_no_row_behind(
     assert not set(counts) - {"hit", "missing"}
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_frozen_engine_costs_the_others_nothing(
+    kind: str, tmp_path: Path, seed: int, dial: Callable[[int, int], int]
+) -> None:
+    """It holds what it has open and no more, and goes on where it was."""
+    seconds, first = dial(30, 1), 10_000
+    with (
+        served(tmp_path, stack_text(ROWS, tmp_path / "root")) as service,
+        TestEngine(service.path) as witness,
+        victims(service.path, tmp_path) as found,
+    ):
+        found.begin(seed, kind)
+        until(lambda: found.pid and any(found.open().values()), "something is open")
+        os.kill(found.pid, signal.SIGSTOP)
+        try:
+            was_open, end = found.open(), time.monotonic() + seconds
+            while time.monotonic() < end:
+                assert witness.store(range(first, first + 16)) == ["stored"] * 16
+                assert witness.load(range(first, first + 16), f"w{first}") == ["hit"] * 16
+                first += 16
+            rows = service.rows()
+            assert rows.get("FREE", 0) + rows.get("READY", 0) >= ROWS // 2
+        finally:
+            os.kill(found.pid, signal.SIGCONT)
+        if kind != "worker":  # the state is that of the whole engine, whose scheduler went on
+            until(lambda: found.open() != was_open, "it goes on")
+        loads_right(witness, random.Random(seed), Counter())
+        os.kill(found.pid, signal.SIGKILL)
+        until(lambda: are_free(service), "rows are back")
+
+
 def on_disk(path: str) -> int:
     """Blocks that a process has stored on its disk."""
     with socket.socket(socket.AF_UNIX) as sock:
