@@ -100,7 +100,7 @@ async def test_a_cancelled_store_leaves_whole_blocks_or_none(tmp_path, seed, row
             one = whole(names)
             engine.compute(one)
             task = asyncio.create_task(stack.run(stack.job(STORE, [one])))
-            await turns(rng.randint(0, 60))
+            await turns(rng.randint(0, 24))
             task.cancel()
             try:
                 await task
