@@ -76,15 +76,15 @@ def kill(path: str) -> int:
     """Kill the process that listens at a socket."""
     pid = peer_pid(path)
     os.kill(pid, signal.SIGKILL)
-    until(lambda: has_exited(pid), "it is gone")
+    until(lambda: is_gone(path, pid), "it is gone")
     return pid
 
 
-def has_exited(pid: int) -> bool:
-    """True once a process is gone, also while its parent has yet to take its status."""
+def is_gone(path: str, pid: int) -> bool:
+    """True once a process has closed all that it had open: its threads may outlive the first one by a moment."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except (FileNotFoundError, ProcessLookupError):
+        return not is_listening(path) or peer_pid(path) != pid
+    except OSError:  # it ended between the two
         return True
 
 
