@@ -9,19 +9,12 @@ from pathlib import Path
 
 import pytest
 from support_counts import full_alone
-from support_service import TestEngine, peer_pid, stack_text, until
+from support_service import TestEngine, kill_listener, peer_pid, stack_text, until
 
 from kvtier.client.private import private_socket
 from kvtier.config import parse_stack
 from kvtier.options import folders_of
-from kvtier.service.channel import is_listening
 from kvtier.service.earlier_ranks import adopt_ranks
-
-
-def kill(path: str) -> None:
-    pid = peer_pid(path)
-    os.kill(pid, signal.SIGKILL)
-    until(lambda: not is_listening(path), "it has ended")
 
 
 def stored(folder: str, root: Path) -> None:
@@ -53,7 +46,7 @@ def test_the_one_rank_of_an_earlier_release_is_warm(folder: str, tmp_path: Path,
         path = private_socket(stack, folder)
         with TestEngine(path) as engine:
             assert engine.load(range(8)) == ["hit"] * 8
-            kill(path)
+            kill_listener(path)
     assert not root.exists() or not any(root.iterdir())
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-import os
-import signal
 import socket
 import sys
 import threading
@@ -26,6 +24,7 @@ from support_service import (
     block_keys,
     content,
     end,
+    kill_listener,
     peer_pid,
     stack_process,
     stack_text,
@@ -72,22 +71,6 @@ def private(folder: str, tmp_path: Path) -> PrivateStack:
     return found
 
 
-def kill(path: str) -> int:
-    """Kill the process that listens at a socket."""
-    pid = peer_pid(path)
-    os.kill(pid, signal.SIGKILL)
-    until(lambda: is_gone(path, pid), "it is gone")
-    return pid
-
-
-def is_gone(path: str, pid: int) -> bool:
-    """True once a process has closed all that it had open: its threads may outlive the first one by a moment."""
-    try:
-        return not is_listening(path) or peer_pid(path) != pid
-    except OSError:  # it ended between the two
-        return True
-
-
 def step_until_served(engine: TestEngine, life: str = "") -> int:
     """The steps until the engine is served in another session than now, or than one before."""
     life, steps = life or engine.client.life, 0
@@ -108,7 +91,7 @@ def test_hits_come_from_the_disk_again_after_the_process_was_killed(private: Pri
             assert engine.load(STORED, f"a{number}") == ["hit"] * len(STORED)
             engine.begin(JobKind.STORE, range(200, 208))
             life = engine.client.life
-            kill(private.path)
+            kill_listener(private.path)
             engine.step()
             assert set(engine.look(STORED, f"m{number}")) == {LookupResult.MISS}
             assert engine.load(STORED, f"n{number}") == ["missing"] * len(STORED)
@@ -133,10 +116,10 @@ def test_a_kill_amid_loads_and_stores_gives_right_bytes_or_failures(private: Pri
             load, life = engine.begin(JobKind.LOAD, numbers, request), engine.client.life
             before = rng.random() < 0.5
             if before:
-                kill(private.path)
+                kill_listener(private.path)
             engine.step()
             if not before:
-                kill(private.path)
+                kill_listener(private.path)
             found, right = engine.finish(load), content(numbers)
             for at, status in enumerate(found):
                 assert status in ("loaded", "missing", "failed")
@@ -151,9 +134,9 @@ def test_the_fourth_restart_in_an_hour_waits_for_the_next_one(private: PrivateSt
     private.restarts = Restarts(clock)
     with TestEngine(private) as engine:
         for _ in range(3):
-            kill(private.path)
+            kill_listener(private.path)
             step_until_served(engine)
-        kill(private.path)
+        kill_listener(private.path)
         engine.step_until(lambda: private.restarts.next_seconds, "it may not be started yet")
         steps(engine, 1.5)
         assert not is_listening(private.path)
@@ -172,7 +155,7 @@ def test_a_process_that_cannot_be_started_any_more_costs_hits_and_nothing_else(
     with TestEngine(private) as engine:
         monkeypatch.setattr(sys, "executable", "/nowhere/python")
         with caplog.at_level(logging.WARNING, "kvtier"):
-            kill(private.path)
+            kill_listener(private.path)
             engine.step_until(lambda: private.restarts.next_seconds, "three tries were in vain")
             for number in range(5):
                 assert engine.load(STORED, f"r{number}") == ["missing"] * len(STORED)
@@ -217,7 +200,7 @@ def test_a_shared_process_that_is_started_again_serves_its_engines_again(tmp_pat
 def test_a_reset_without_a_process_holds_for_the_next_one(private: PrivateStack) -> None:
     with TestEngine(private) as engine:
         assert engine.load(STORED) == ["hit"] * len(STORED)
-        kill(private.path)
+        kill_listener(private.path)
         engine.step()
         engine.client.core.reset()
         step_until_served(engine)
@@ -227,7 +210,7 @@ def test_a_reset_without_a_process_holds_for_the_next_one(private: PrivateStack)
 
 def test_weights_that_were_loaded_without_a_process_are_known_to_the_next_one(private: PrivateStack) -> None:
     with TestEngine(private) as engine:
-        kill(private.path)
+        kill_listener(private.path)
         engine.step()
         connection = engine.client._worker._connection
         engine.client._worker._thread.call_soon(connection.on_load)
@@ -242,7 +225,7 @@ def test_an_engine_that_ends_while_it_has_no_process_leaves_no_thread_behind(
 ) -> None:
     with TestEngine(private) as engine:
         monkeypatch.setattr(sys, "executable", "/nowhere/python")
-        kill(private.path)
+        kill_listener(private.path)
         engine.step()
         threads = engine.client._reconnection._thread._threads
     for thread in threads:
@@ -289,7 +272,7 @@ def test_a_load_in_flight_ends_well_before_the_next_connection_is_made(private: 
         load = engine.begin(JobKind.LOAD, STORED, request)
         engine.step()
         until(lambda: held.begun, "the copy has begun")
-        kill(private.path)
+        kill_listener(private.path)
         engine.step_until(lambda: is_listening(private.path), "the next process listens")
         steps(engine, 1.0)
         assert (engine.client.life, engine.client.core.connected) == (life, False)
@@ -311,7 +294,7 @@ def test_a_store_in_flight_keeps_the_rows_of_its_session(how: str, private: Priv
         until(lambda: held.begun, "the copy has begun")
         rows = engine.client._worker._connection._rows
         if how == "killed":
-            kill(private.path)
+            kill_listener(private.path)
         else:
             engine.client._channel._sock.shutdown(socket.SHUT_RDWR)
         assert engine.finish(store) == ["dropped"] * 8
@@ -376,7 +359,7 @@ def test_a_programs_stack_is_served_again(tmp_path: Path, folder: str) -> None:
         until(lambda: stack.step() is not None and stack.take_events(), "events come")
         (path,) = map(str, Path(folder).glob("*/*.sock"))
         for _ in range(2):
-            kill(path)
+            kill_listener(path)
             assert run(JobKind.LOAD) in (["missing"] * 8, ["loaded"] * 8)
             until(lambda: run(JobKind.STORE) == ["stored"] * 8, "blocks are stored again")
             until(lambda: stack.step() is not None and stack.take_events(), "events come from the next process too")

@@ -158,6 +158,21 @@ def peer_pid(path: str) -> int:
         return int(struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0])
 
 
+def kill_listener(path: str) -> None:
+    """Kill the process that listens at a socket, and wait until it has closed all that it had open: its threads may
+    outlive the first one by a moment."""
+    pid = peer_pid(path)
+    os.kill(pid, signal.SIGKILL)
+
+    def is_gone() -> bool:
+        try:
+            return not is_listening(path) or peer_pid(path) != pid
+        except (ConnectionError, FileNotFoundError):  # it ended between the two
+            return True
+
+    until(is_gone, "it is gone")
+
+
 @contextmanager
 def stack_process(stack: Path, path: str, first: str = "") -> Iterator[subprocess.Popen[str]]:
     """`kvtier serve`, once it listens; killed at the end if it still runs. `first` is code that runs before it."""

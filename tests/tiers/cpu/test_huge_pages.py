@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import gc
 import logging
 import os
@@ -214,11 +215,11 @@ async def test_the_tier_makes_them_for_rows_in_a_memfd(options: dict[str, Any], 
 
 @pytest.fixture
 def set_aside() -> Iterator[Callable[[int], None]]:
-    """Has the host set so many huge pages of 2 MiB aside that nobody uses; afterwards as many as before."""
+    """Has the host set so many huge pages of 2 MiB aside that nobody uses; afterwards as many as before. They are the
+    host's, so one test at a time has them."""
     path, pool = Path("/proc/sys/vm/nr_hugepages"), Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
     if not os.access(path, os.W_OK) or not pool.exists():
         pytest.skip("only root may have huge pages set aside")
-    before = path.read_text()
 
     def change(count: int) -> None:
         used = int((pool / "nr_hugepages").read_text()) - int((pool / "free_hugepages").read_text())
@@ -226,8 +227,11 @@ def set_aside() -> Iterator[Callable[[int], None]]:
         if int((pool / "free_hugepages").read_text()) != count:
             pytest.skip("this host has no memory left for huge pages")
 
-    yield change
-    path.write_text(before)
+    with path.open() as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        before = turn.read()
+        yield change
+        path.write_text(before)
 
 
 def reserving(count: int, **options: Any) -> tuple[CPUBackend, TierContext]:
