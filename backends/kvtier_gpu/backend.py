@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import threading
 from collections.abc import Callable, Coroutine
 from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
@@ -219,11 +220,7 @@ class GPUBackend(LoadStore):
                 if self._open is not opened or opened.lost:
                     reason = DropReason.CLOSING if self._open is not opened else DropReason.TIER_DOWN
                     return JobResult.uniform(job, dropped(reason))
-                engine = opened.engine
-                if engine.takes_no_thread(plan):
-                    failure = engine.copy(plan, direction)
-                else:
-                    failure = await _start_copy(engine, plan, direction, job.urgent)
+                failure = await _start_copy(opened.engine, plan, direction, job.urgent)
             missed = _rows_missed(plan, failure) if failure is not None else frozenset()
             for rows, generations in stamps if not missed else _others(stamps, missed):
                 opened.rows.stamp(worker, rows, generations)
@@ -310,12 +307,16 @@ def _start_copy(
 ) -> Coroutine[Any, Any, CopyFailure | None]:
     """Submit a plan. The result is awaited for what failed; it ends only when every copy has, also if cancelled.
 
-    The engine completes a plan on a thread of its own. A loop that is closed by then has no waiter left.
+    The engine completes a plan on a thread of its own, or here. A loop that is closed by then has no waiter left.
     """
+    here = threading.get_ident()
     loop = asyncio.get_running_loop()
     landed: asyncio.Future[CopyFailure | None] = loop.create_future()
 
     def done(failure: CopyFailure | None) -> None:
+        if threading.get_ident() == here:
+            _land(landed, failure)
+            return
         with suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(_land, landed, failure)
 

@@ -86,7 +86,7 @@ class EngineCore:
         self._ahead = LENT_MIN
         self._needs = False
         self._turn = 0
-        self._asked_back: list[ClientRequest] = []
+        self._asked_back: dict[ClientRequest, None] = {}
 
     @property
     def serves(self) -> bool:
@@ -191,19 +191,16 @@ class EngineCore:
         return False if filled is None else filled or None
 
     def begin_turn(self) -> None:
-        """A turn begins, in which leases end that were asked back when they were new."""
+        """A turn begins, in which leases end that were asked back when they were new. Those that a load has used have
+        ended."""
         self._turn += 1
-        if self._asked_back:
-            waiting, self._asked_back = self._asked_back, []
-            for request in waiting:
-                if request.asked_back:  # no load has used the leases
-                    self._give_back(request)
+        for request in list(self._asked_back):
+            self._give_back(request)
 
     def _give_back(self, request: ClientRequest) -> None:
         """End the leases of a request, new ones in a later turn."""
-        request.asked_back = bool(request.leased) and self._turn < request.leased_in_turn + LEASE_TURNS
-        if request.asked_back:
-            self._asked_back.append(request)
+        if request.leased and self._turn < request.leased_in_turn + LEASE_TURNS:
+            self._asked_back[request] = None
         else:
             self.release(request)
 
@@ -225,7 +222,7 @@ class EngineCore:
                 del self._requests[request.id]
 
     def _forget(self, request: ClientRequest) -> None:
-        request.asked_back = False
+        self._asked_back.pop(request, None)
         request.leased.clear()
         request.states.clear()
         request.reserved.clear()

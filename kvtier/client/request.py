@@ -35,14 +35,13 @@ class ClientRequest:
 
     `present` are keys that were in rows when it last heard of them. `reserved` are those that it has reserved.
     `waiting` are numbers without an answer, `updates` those of answers that tiers have yet to complete.
-    `leased_in_turn` is the turn of its last lease; `asked_back`: its leases end soon if no load uses them.
+    `leased_in_turn` is the turn of its last lease.
     """
 
     def __init__(self, core: RequestOwner, request_id: str, info: RequestInfo | None = None) -> None:
         self.id = request_id
         self.leased: dict[OffloadKey, tuple[int, int]] = {}
         self.leased_in_turn = 0
-        self.asked_back = False
         self.states: dict[OffloadKey, int] = {}
         self.waiting: set[int] = set()
         self.updates: set[int] = set()

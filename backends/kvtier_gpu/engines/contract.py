@@ -81,18 +81,11 @@ class CopyEngine(ABC):
 
     @abstractmethod
     def submit(self, plan: CopyPlan, direction: Direction, done: Done, urgent: bool = False) -> None:
-        """Begin a copy and return at once. `done(None)` means every byte has landed; with a failure some may have.
+        """Begin a copy and return soon; a short one may have ended then. `done(None)` means every byte has landed; with
+        a failure some may have.
 
         An urgent copy to the GPU waits for no other one, if the engine was made with a lane for those.
         """
-
-    def takes_no_thread(self, plan: CopyPlan) -> bool:
-        """True if the copies of a plan take less time than to have another thread make them: `copy` may make them."""
-        return False
-
-    def copy(self, plan: CopyPlan, direction: Direction) -> CopyFailure | None:
-        """Make the copies of a plan in the calling thread. Returns what failed."""
-        raise NotImplementedError
 
     @abstractmethod
     def stop(self, timeout_seconds: float) -> bool:

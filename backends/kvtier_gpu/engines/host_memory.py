@@ -128,19 +128,12 @@ class HostMemoryEngine(CopyEngine):
     def fence(self) -> None:
         """Nothing: what computes in host memory has written it before it asks for a copy."""
 
-    def takes_no_thread(self, plan: CopyPlan) -> bool:
-        return self._compiled is not None and plan.nbytes <= OWN_BYTES_MAX
-
-    def copy(self, plan: CopyPlan, direction: Direction) -> CopyFailure | None:
-        self._check_process()
-        return self._try_copy(plan.groups, direction, plan.row_bytes)
-
-    def _check_process(self) -> None:
+    def submit(self, plan: CopyPlan, direction: Direction, done: Done, urgent: bool = False) -> None:
         if os.getpid() != self._pid:
             raise UsageError("the GPU tier was opened by another process; open it after the fork")
-
-    def submit(self, plan: CopyPlan, direction: Direction, done: Done, urgent: bool = False) -> None:
-        self._check_process()
+        if self._compiled is not None and plan.nbytes <= OWN_BYTES_MAX:
+            self._move(plan.groups, direction, plan.row_bytes, done)
+            return
         queue = self._urgent if urgent and self._urgent is not None else self._queue
         part_bytes = min(PART_BYTES_MAX, max(PART_BYTES_MIN, -(-plan.nbytes // self._num_threads)))
         parts = split(plan, part_bytes)
@@ -170,14 +163,12 @@ class HostMemoryEngine(CopyEngine):
 
     def _move(self, part: tuple[GroupPages, ...], direction: Direction, row_bytes: int, done: Done) -> None:
         """Copy a part, and report its end with an outcome."""
-        done(self._try_copy(part, direction, row_bytes))
-
-    def _try_copy(self, part: tuple[GroupPages, ...], direction: Direction, row_bytes: int) -> CopyFailure | None:
+        failure = None
         try:
             self._copy(part, direction)
         except Exception as error:
-            return CopyFailure(error.with_traceback(None), rows_of(part, row_bytes))
-        return None
+            failure = CopyFailure(error.with_traceback(None), rows_of(part, row_bytes))
+        done(failure)
 
     def _copy(self, part: tuple[GroupPages, ...], direction: Direction) -> None:
         region = self._region
