@@ -42,7 +42,7 @@ from kvtier.types.jobs import (
 from kvtier.types.keys import CPU
 from kvtier.types.values import job_value
 from kvtier_cpu.region.opening import RegionHost, attach_region, open_region
-from kvtier_cpu.region.populate import RESERVED_PAGE_BYTES, private_works
+from kvtier_cpu.region.populate import HUGE_BYTES, private_works
 from kvtier_cpu.region.shared_region import Populated, RegionSpec, SharedRegion, Sharing, intact_rows, seal_rows
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class CPUOptions(TierOptions):
     def _check_reserved(self) -> Self:
         if self.reserved_huge_pages and self.shared not in ("auto", "memfd"):
             raise ValueError("reserved_huge_pages are for rows in a memfd: leave shared out")
-        if self.reserved_huge_pages and self.cpu_bytes_to_use % RESERVED_PAGE_BYTES:
+        if self.reserved_huge_pages and self.cpu_bytes_to_use % HUGE_BYTES:
             raise ValueError("with reserved_huge_pages cpu_bytes_to_use is a multiple of 2 MiB")
         return self
 

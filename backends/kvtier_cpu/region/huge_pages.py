@@ -1,7 +1,7 @@
 """Huge pages for rows in shared memory: a mapping that has place for them, and a thread that makes them.
 
 A host gives huge pages to a memfd at once only where its setting `shmem_enabled` says so, which is `never` on most, or
-from those that it has set aside (`reserved_memfd`).
+from those that it has set aside (`MFD_HUGETLB`).
 `MADV_COLLAPSE` (Linux 6.1) makes them of pages that are there, without privileges and also while rows are used. A page
 that I/O or a device has pinned just now cannot be moved, and is tried again.
 """
@@ -23,7 +23,8 @@ from typing import Any
 
 import numpy as np
 
-HUGE_BYTES = 2 << 20
+from kvtier_cpu.region.populate import HUGE_BYTES
+
 MADV_COLLAPSE = 25
 LOWEST_PRIORITY = 19
 FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 1.0, 60.0
@@ -46,11 +47,6 @@ def _libc() -> ctypes.CDLL:
     libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
     libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     return libc
-
-
-def reserved_memfd(label: str) -> int:
-    """A memfd over the huge pages of 2 MiB that the host has set aside (`vm.nr_hugepages`). Raises OSError."""
-    return os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | os.MFD_HUGETLB | os.MFD_HUGE_2MB)
 
 
 def file_bytes(fd: int, size_bytes: int) -> int:

@@ -305,13 +305,18 @@ class _Opening:
 
 
 def _sealed_memfd(label: str, size_bytes: int, undo: ExitStack, reserved: bool = False) -> int:
-    """Raises SharedMemoryError, RegionError."""
-    if reserved:
-        fd, size_bytes = _reserved_memfd(label, size_bytes)
-    else:
-        fd = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    """With `reserved` it is made of whole huge pages that were set aside. Raises SharedMemoryError, RegionError."""
+    from kvtier_cpu.region.huge_pages import file_bytes  # most stacks have private memory
+
+    huge = os.MFD_HUGETLB | os.MFD_HUGE_2MB if reserved else 0
     try:
-        os.ftruncate(fd, size_bytes)
+        fd = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | huge)
+    except OSError as error:
+        if not reserved:
+            raise
+        raise RegionError(f"this system sets no huge pages of 2 MiB aside ({error.strerror})") from error
+    try:
+        os.ftruncate(fd, file_bytes(fd, size_bytes))
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
         undo.callback(os.close, fd)
     except BaseException as error:
@@ -320,17 +325,6 @@ def _sealed_memfd(label: str, size_bytes: int, undo: ExitStack, reserved: bool =
             raise SharedMemoryError(size_bytes, 0, f"this system ({error.strerror})") from error
         raise
     return fd
-
-
-def _reserved_memfd(label: str, size_bytes: int) -> tuple[int, int]:
-    """(a memfd of huge pages that were set aside, its length)."""
-    from kvtier_cpu.region.huge_pages import file_bytes, reserved_memfd
-
-    try:
-        fd = reserved_memfd(label)
-    except OSError as error:
-        raise RegionError(f"this system sets no huge pages of 2 MiB aside ({error.strerror})") from error
-    return fd, file_bytes(fd, size_bytes)
 
 
 @contextmanager

@@ -20,8 +20,8 @@ MADV_POPULATE_WRITE = 23
 PIECE_BYTES = 64 << 20
 RESERVE_PIECE_BYTES = 256 << 20
 """A fallocate call is undone by a signal; pieces keep what was reserved before it."""
-RESERVED_PAGE_BYTES = 2 << 20
-"""Of huge pages that were set aside each is a piece, so that an error names how many there were."""
+HUGE_BYTES = 2 << 20
+"""A huge page. Of those that were set aside each is a piece, so that an error names how many there were."""
 MAX_THREADS = 4
 
 _NO_MEMORY = frozenset({errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG, errno.EFAULT})
@@ -35,7 +35,7 @@ def reserve(fd: int, size_bytes: int, spec: RegionSpec, patience: Patience) -> N
     done = 0
     while done < size_bytes:
         patience.check()
-        piece = min(RESERVED_PAGE_BYTES if spec.reserved else RESERVE_PIECE_BYTES, size_bytes - done)
+        piece = min(HUGE_BYTES if spec.reserved else RESERVE_PIECE_BYTES, size_bytes - done)
         try:
             os.posix_fallocate(fd, done, piece)
         except OSError as error:

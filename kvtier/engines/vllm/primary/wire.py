@@ -76,7 +76,7 @@ def _runs(kind: JobKind, ids: IntArray, head: int, num_rows: int, factor: int) -
     reading only if nothing is missing, or only the head of the first chunk. Else nothing is copied, and the rows are
     not stamped.
     """
-    if not head and len(ids) == num_rows * factor and ids.all():  # none is NULL_BLOCK
+    if not head and len(ids) == num_rows * factor and (ids != NULL_BLOCK).all():
         return GPURuns.whole(ids, factor)
     if kind is JobKind.LOAD and len(ids) != num_rows * factor - head:
         ids = NO_IDS
