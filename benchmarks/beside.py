@@ -10,8 +10,6 @@ that is loaded is compared. Medians over interleaved repetitions, percentiles ov
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 import threading
 import time
@@ -65,23 +63,6 @@ def nap(neighbour: Neighbour) -> None:
         begun = time.perf_counter()
         time.sleep(NAP_SECONDS)
         neighbour.delays.append(time.perf_counter() - begun - NAP_SECONDS)
-
-
-class OtherProcess:
-    """A process of its own with a neighbour's work, while a `with` lasts: what the machine alone takes from others."""
-
-    def __init__(self, work: Work) -> None:
-        self.delays: list[float] = []
-        command = [sys.executable, "-m", "benchmarks.beside_process", work.__name__]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self._process.stdout is not None
-        self._process.stdout.readline()  # it works
-
-    def __enter__(self) -> OtherProcess:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.delays = json.loads(self._process.communicate()[0])
 
 
 def measure(folder: Path, block_bytes: int, total: int, repetitions: int) -> list[dict[str, Any]]:

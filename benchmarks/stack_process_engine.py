@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from benchmarks.beside import JOB_BLOCKS, Neighbour, OtherProcess, nap, run, spin
+from benchmarks.beside import JOB_BLOCKS, Neighbour, nap, run, spin
+from benchmarks.beside_process import other_process
 from benchmarks.fs_child import FIRST, LOAD, Content, Contestant, Job, Pass, Refused, Setup
 from benchmarks.fs_kvtier import keys_of
 from benchmarks.peer import serve
@@ -262,7 +263,7 @@ class EngineProcess:
         size = f"{self._setup.block_bytes >> 10} KiB"
         (alone, disk_alone, _), (busy, disk_busy, _) = self._load(1, None), self._load(1, spin)
         self._tiers.pause_seconds = (busy - disk_busy) / (self._setup.blocks // JOB_BLOCKS)
-        with OtherProcess(spin):
+        with other_process(spin):
             _, disk_beside, _ = self._load(1, None)
         self._tiers.pause_seconds = 0.0
         gib, name = self._setup.blocks * self._setup.block_bytes / GIB, f"{size} one by one"
@@ -281,14 +282,14 @@ class EngineProcess:
         with Neighbour(nap) as alone:
             time.sleep(seconds)
         loading, spent = list[float](), 0.0
-        with OtherProcess(nap) as other:
+        with other_process(nap) as others:
             while spent < seconds:
                 took, _, delays = self._load(AT_ONCE, nap)
                 spent += took
                 loading += delays
         name = f", beside {self._setup.block_bytes >> 10} KiB loads"
         found = {f"naps{name}": float(len(loading))}
-        for beside, delays in (("", alone.delays), (name, loading), (f"{name}, of another process", other.delays)):
+        for beside, delays in (("", alone.delays), (name, loading), (f"{name}, of another process", others)):
             found |= {f"nap late p{rank}, ms{beside}": percentile(delays, rank) * MS for rank in (50, 99)}
         return found
 

@@ -49,8 +49,11 @@ class Meter:
 
     def read(self, stats: Callable[[], StackStats]) -> OffloadingConnectorStats | None:
         """The changes since the last reading; None before an interval is over, so that a step costs nothing."""
-        if not self.is_due():
+        now = time.monotonic()
+        self._unread = now < self._next
+        if self._unread:
             return None
+        self._next = now + INTERVAL_SECONDS
         changed = OffloadingConnectorStats()
         for metric, samples in metric_families(stats()).items():
             for labels, value in samples.items():
@@ -61,14 +64,6 @@ class Meter:
                 else:
                     self._increase(changed, metric.name, labels, value)
         return changed
-
-    def is_due(self) -> bool:
-        """True once an interval: figures are to be collected now."""
-        now = time.monotonic()
-        self._unread = now < self._next
-        if not self._unread:
-            self._next = now + INTERVAL_SECONDS
-        return not self._unread
 
     def to_read(self) -> bool:
         """Ask when the engine has nothing to do: True if there were steps after the last reading, or none yet.

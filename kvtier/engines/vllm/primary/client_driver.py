@@ -20,7 +20,7 @@ from kvtier.client.request import ClientRequest
 from kvtier.engines.digests import Confirmation
 from kvtier.engines.vllm.compat import LOGGER
 from kvtier.engines.vllm.identity import measure, refine
-from kvtier.engines.vllm.metrics import INTERVAL_SECONDS, Meter, counted
+from kvtier.engines.vllm.metrics import INTERVAL_SECONDS, counted
 from kvtier.engines.vllm.primary.model_weights import REPLACED, Verdict
 from kvtier.engines.vllm.primary.wire import NO_REPORT
 from kvtier.engines.vllm.settings import EnginePlan, engine_identity
@@ -289,7 +289,7 @@ class ClientDriver:
         self.client.rest()
         time.sleep(IDLE_SECONDS)
 
-    def rest(self, meter: Meter) -> bool:
+    def rest(self) -> bool:
         """Give back the rows that are lent: there is nothing to do. True if the engine has to step for figures.
 
         They are asked for here, so that the next step has them. What tiers write after that is not in them.
@@ -356,7 +356,7 @@ class ClientDriver:
         """
         return [each for event in removals for each in self._reachable.elsewhere(event)]
 
-    def figures(self, meter: Meter) -> OffloadingConnectorStats | None:
+    def figures(self) -> OffloadingConnectorStats | None:
         """The figures that came since the last call; they are asked for once an interval."""
         core, now = self._core, time.monotonic()
         if not core.series:

@@ -63,6 +63,7 @@ class EmbeddedDriver:
         self.engine = self.stack.engine
         self._stale = False  # rows are of weights before; vLLM still has to report copies of them
         self._held_back = False
+        self._meter = Meter()
         self._durable = True  # the last reset holds over a crash
         try:
             self.stack.open()
@@ -80,9 +81,9 @@ class EmbeddedDriver:
         self.hint, self.stats, self.take_events = self.stack.hint, self.stack.stats, self.stack.take_events
         self.announce, self.prompt_computed = self.engine.announce, self.engine.prompt_computed
 
-    def figures(self, meter: Meter) -> OffloadingConnectorStats | None:
+    def figures(self) -> OffloadingConnectorStats | None:
         """The figures that changed, once an interval."""
-        return meter.read(self.stack.stats)
+        return self._meter.read(self.stack.stats)
 
     @property
     def serves(self) -> bool:
@@ -188,9 +189,9 @@ class EmbeddedDriver:
         """Wait a little while blocks are in flight: vLLM calls in a loop when no request is left."""
         self.stack.wait(IDLE_SECONDS)
 
-    def rest(self, meter: Meter) -> bool:
+    def rest(self) -> bool:
         """There is nothing to do. True if the engine has to step once more for figures."""
-        return meter.to_read()
+        return self._meter.to_read()
 
     def reset(self) -> None:
         """Nothing stored before is served any more, also after a crash. Where the weights may be others than those at

@@ -29,7 +29,6 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier.engines.vllm.adapters import content_in_keys
 from kvtier.engines.vllm.compat import LOGGER
-from kvtier.engines.vllm.metrics import Meter
 from kvtier.engines.vllm.primary.client_driver import ClientDriver
 from kvtier.engines.vllm.primary.embedded import EmbeddedDriver
 from kvtier.engines.vllm.primary.request_hints import RequestHints, request_info
@@ -77,7 +76,6 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         self._reserved: dict[str, StackRequest] = {}
         self._in_step = False
         self._keeps_blocks = plan.keeps_blocks
-        self._meter = Meter()
         self._adapters = content_in_keys(self)
         try:
             driver = EmbeddedDriver if plan.in_process else ClientDriver
@@ -340,7 +338,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         vLLM calls it in a loop when no request is left. A short wait here keeps that loop from using a whole core.
         """
         if not (self._driver.has_pending_work or self._events.waiting):
-            return bool(self._driver.rest(self._meter))
+            return bool(self._driver.rest())
         self._driver.wait()
         return True
 
@@ -352,7 +350,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """Figures of every tier, once a second."""
-        figures: OffloadingConnectorStats | None = self._driver.figures(self._meter)
+        figures: OffloadingConnectorStats | None = self._driver.figures()
         return figures
 
     def reset_cache(self) -> None:
