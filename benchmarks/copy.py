@@ -8,7 +8,8 @@ sliding-window group of one, all pages of one size. `contiguous`: neighbouring b
 as many threads as the tier copies with; on CUDA one `cudaMemcpyAsync` of one pinned buffer. `both` moves half of the
 bytes each way at the same time, and so does its yardstick. On CUDA each way to copy is measured, one call of the driver
 for many copies among them, and `fastest`, which the tier chooses when it opens. Every byte is compared after each
-direction. Medians of interleaved repetitions; a ratio is the median over the pairs.
+direction. Medians of interleaved repetitions; a ratio is the median over the pairs. On CUDA a table more: how much
+longer a model takes to decode beside scattered copies without end, and how fast these are then.
 """
 
 from __future__ import annotations
@@ -47,9 +48,10 @@ WIPED = 0x5A
 TO_ROWS, TO_GPU, BOTH = "to rows", "to GPU", "both"
 
 
-Copies = Literal["fastest", "batch", "gather", "single"]
-COPIES: tuple[Copies, ...] = ("fastest", "batch", "gather", "single")
+Copies = Literal["fastest", "kernel", "batch", "gather", "single"]
+COPIES: tuple[Copies, ...] = ("fastest", "kernel", "batch", "gather", "single")
 YARDSTICK = "one copy"
+MODEL_STEPS = 600
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +207,45 @@ def cuda_memcpy(tiers: Tiers, direction: str) -> Move:
     return move
 
 
+class Model:
+    """What decoding asks of a device, on a stream of its own: a few tokens through large weights."""
+
+    def __init__(self) -> None:
+        options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+        self.tokens = torch.randn(16, 8192, **options)
+        self.weights = [torch.randn(8192, 28672, **options) for _ in range(2)]
+        self.stream = torch.cuda.Stream()
+
+    def run(self) -> float:
+        """Seconds of `MODEL_STEPS` steps on the device."""
+        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.inference_mode(), torch.cuda.stream(self.stream):
+            begun.record()
+            for _ in range(MODEL_STEPS):
+                for weights in self.weights:
+                    self.tokens @ weights
+            ended.record()
+            ended.synchronize()
+        return begun.elapsed_time(ended) / 1e3
+
+
+async def beside_model(contestants: dict[Copies, Tiers], pool: ThreadPoolExecutor) -> list[dict[str, Any]]:
+    """What each way to copy costs a model that decodes meanwhile."""
+    loop, model, found = asyncio.get_running_loop(), Model(), []
+    for copies, tiers in contestants.items():
+        for direction in (TO_ROWS, TO_GPU):
+            move, moved = kvtier(tiers, tiers.jobs(*tiers.places(scattered=True)), direction), 0
+            alone = await loop.run_in_executor(pool, model.run)
+            beside = loop.run_in_executor(pool, model.run)
+            while not beside.done():
+                await move()
+                moved += tiers.payload_bytes
+            seconds = beside.result()
+            about = {"page_kib": tiers.setup.page_bytes >> 10, "direction": direction, "copies": copies}
+            found.append(about | {"model": seconds / alone, "kvtier": moved / seconds / GIB})
+    return found
+
+
 async def measure(setup: Setup, repetitions: int, report: Report) -> None:
     """Every order and direction at one page size. On CUDA each way to copy has a tier and a region of its own."""
     ways = COPIES if setup.device == "cuda" else COPIES[:1]
@@ -221,6 +262,8 @@ async def measure(setup: Setup, repetitions: int, report: Report) -> None:
                 for direction in (TO_ROWS, TO_GPU, BOTH):
                     order = "scattered" if scattered else "contiguous"
                     report.results += await _measure(contestants, order, direction, pool, repetitions)
+            if setup.device == "cuda":
+                report.results += await beside_model(contestants, pool)
     finally:
         for tiers in contestants.values():
             await tiers.close()
@@ -318,14 +361,17 @@ def main(
             asyncio.run(measure(Setup(page, mib << 20, name, threads), repetitions, report))
             report.write(json_file)
     report.verified = True
+    about = ("direction", "copies", "kvtier")
+    copied, beside = ([row for row in report.results if ("model" in row) is model] for model in (False, True))
     table(
         "GiB/s of payload",
         ("device", "page KiB", "order", "direction", "copies", "kvtier", YARDSTICK, "ratio"),
-        [
-            [row[name] for name in ("device", "page_kib", "order", "direction", "copies", "kvtier", "memcpy", "ratio")]
-            for row in report.results
-        ],
+        [[row[name] for name in ("device", "page_kib", "order", *about, "memcpy", "ratio")] for row in copied],
     )
+    if beside:
+        columns = ("page KiB", "direction", "copies", "GiB/s", "the model's time / alone")
+        values = [[row[name] for name in ("page_kib", *about, "model")] for row in beside]
+        table("beside a model that decodes", columns, values)
     report.end(json_file)
 
 

@@ -49,11 +49,11 @@ class GPUOptions(TierOptions):
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="where the KV tensors must be; auto: wherever they are"
     )
-    cuda_copies: Literal["fastest", "batch", "gather", "single"] = Field(
+    cuda_copies: Literal["fastest", "kernel", "batch", "gather", "single"] = Field(
         default="fastest",
-        description="how bytes move on CUDA; fastest: by measured rule, batch, and gather for loads of pages below "
-        "48 KiB; batch: one driver call for many copies; gather: gathered on the device first, without that call; "
-        "single: a copy for each page",
+        description="how bytes move on CUDA; fastest: by measured rule, batch, and kernel for loads of pages below "
+        "48 KiB; kernel: by a few of the device's multiprocessors; batch: one driver call for many copies; gather: "
+        "gathered on the device first, without either; single: a copy for each page",
     )
     copy_threads: int = Field(
         default=2, ge=1, le=16, description="threads that copy when the tensors are in host memory"
@@ -152,7 +152,7 @@ class GPUBackend(LoadStore):
         groups = group_tensors(context.geometry, tables, tensors)
         slices = RowSlices(rows.row_bytes, context.geometry.slices(context.worker))
         cuda = self._cuda or TorchDevice(device)
-        sides = CopySides(cuda, groups, region, slices, batch=None)
+        sides = CopySides(cuda, groups, region, slices, many={})
         wanted = None if options.cuda_copies == "fastest" else CopyPath(options.cuda_copies)
         return CudaEngine(sides, wanted, urgent_lane=options.urgent_lane)
 

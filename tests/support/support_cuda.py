@@ -19,6 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from kvtier_gpu.engines.kernel_copy import PIECES
+
 INVALID_VALUE, ILLEGAL_ADDRESS, ALREADY_REGISTERED = 1, 700, 712
 LEGACY, PER_THREAD = (0, 1), 2
 IN_STREAM_ORDER, ANY_ORDER = 1, 3
@@ -125,11 +127,13 @@ class FakeEvent:
 
 @dataclass
 class Faults:
-    """What goes wrong. `refuse`: whether the driver refuses a call, by its number. `no_single`: no page or piece can be
-    copied alone. `lost_after`: pieces of work after which the device is in error for good. `wrong_byte`: copies of the
-    driver's call bring one. `hangs`: calls of the driver wait for this."""
+    """What goes wrong. `refuse`, `refuse_launch`: whether the driver refuses a call or a launch, by its number.
+    `no_single`: no page or piece can be copied alone. `lost_after`: pieces of work after which the device is in error
+    for good. `wrong_byte`: what is copied by the driver's call or by the kernel has one. `hangs`: calls of the driver
+    wait for this."""
 
     refuse: Callable[[int], bool] = lambda call: False
+    refuse_launch: Callable[[int], bool] = lambda launch: False
     no_single: bool = False
     lost_after: int | None = None
     wrong_byte: bool = False
@@ -141,15 +145,24 @@ class Faults:
 class FakeCuda:
     """The device. `deaf`: streams do not wait for events, which shows that a test would notice it."""
 
-    def __init__(self, seed: int, *, deaf: bool = False, function: str | None = None, capability: int = 9) -> None:
+    def __init__(
+        self,
+        seed: int,
+        *,
+        deaf: bool = False,
+        function: str | None = None,
+        kernel: str | None = None,
+        capability: int = 9,
+    ) -> None:
         self.random, self.deaf, self.faults = random.Random(seed), deaf, Faults()
         self.changed = threading.Condition(threading.RLock())
         self.calls: list[Call] = []
+        self.launches: list[int] = []
         self.violations: list[str] = []
         self.pinned: dict[int, int] = {}
         self.lost = False
         self.steps = 0
-        self._function, self._capability = function, capability
+        self._function, self._kernel, self._capability = function, kernel, capability
         self._callback = PROTOTYPE(self._called)
         self._memory: list[tuple[int, int]] = []
         self._kept: list[object] = []
@@ -212,6 +225,11 @@ class FakeCuda:
 
     def batch_function(self) -> int | str:
         return ctypes.cast(self._callback, ctypes.c_void_p).value if self._function is None else self._function
+
+    def copy_kernel(self) -> Callable[[int, int], int] | str:
+        if not self._entered():
+            self.violations.append("a kernel was asked for from a thread that has not entered the device")
+        return self._launched if self._kernel is None else self._kernel
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
         if not self._entered():
@@ -345,6 +363,28 @@ class FakeCuda:
         else:
             found[0].push(Copies(copies))
         return INVALID_VALUE if refused else 0
+
+    # -- the kernel ------------------------------------------------------------------------------------------------
+
+    def _launched(self, argument: int, stream: int) -> int:
+        """As the kernel reads its argument: during the call, in 32,764 bytes at most."""
+        with self.changed:
+            if self.lost:
+                return ILLEGAL_ADDRESS
+            assert PIECES.itemsize <= 32764
+            pieces = np.frombuffer(ctypes.string_at(argument, PIECES.itemsize), PIECES)[0]
+            to, source, length = (pieces[name][: pieces["count"]] for name in ("targets", "sources", "lengths"))
+            (found,) = [one for one in self.streams if one.cuda_stream == stream and stream not in LEGACY]
+            self.launches.append(len(to))
+            if len(self._refused(to, source, length.astype(np.int64))):
+                self.violations.append("the kernel was given memory that is not pinned or not the device's")
+                return ILLEGAL_ADDRESS
+            copies = list(zip(to.tolist(), source.tolist(), length.tolist(), strict=True))
+            self._check_independent(copies)
+            if self.faults.refuse_launch(len(self.launches) - 1):
+                return INVALID_VALUE
+            found.push(Copies(copies))
+            return 0
 
     def _refused(self, to: np.ndarray, source: np.ndarray, length: np.ndarray) -> np.ndarray:
         """Where not one side lies in memory of the device and the other in memory that was pinned by one call."""

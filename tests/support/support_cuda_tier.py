@@ -16,7 +16,7 @@ from kvtier.types.geometry import Geometry, GroupLayout, KVLayout, TensorRef
 from kvtier.types.gpu_runs import GPURuns
 from kvtier.types.jobs import TransferJob
 from kvtier_gpu import GPUBackend, GPUOptions
-from kvtier_gpu.engines import batch_copy, pinned_region, plan_copier
+from kvtier_gpu.engines import batch_copy, kernel_copy, pinned_region, plan_copier
 from kvtier_gpu.engines.plan_copier import CopyPath
 
 PAGE = 64
@@ -70,11 +70,14 @@ class Stand:
 
 @contextmanager
 def small(descriptors: int = 4, staging_bytes: int = 100, path: CopyPath | None = None) -> Iterator[None]:
-    """Few copies in a call, little staging, and each row pinned apart from the others. `path`: what the rule takes."""
+    """Few copies in a call, short pieces of the kernel, little staging, and each row pinned apart from the others.
+    `path`: what the rule takes."""
     rule = plan_copier.path_by_rule if path is None else lambda *_, **__: path
     with (
         mock.patch.object(plan_copier, "path_by_rule", rule),
         mock.patch.object(batch_copy, "DESCRIPTORS_MAX", descriptors),
+        mock.patch.object(kernel_copy, "PIECES_MAX", descriptors),
+        mock.patch.object(kernel_copy, "PIECE_BYTES", PAGE * 3 // 2),
         mock.patch("kvtier_gpu.engines.cuda.STAGING_BYTES", staging_bytes),
         mock.patch.object(pinned_region, "PIECE_BYTES", 1),
     ):
@@ -89,6 +92,7 @@ async def opening(
     tier = GPUBackend(GPUOptions(cuda_copies=copies, urgent_lane=True), device)
     about = await tier.open(context(geometry, worker.tensors, rows, index))
     device.calls.clear()
+    device.launches.clear()
     return tier, about
 
 

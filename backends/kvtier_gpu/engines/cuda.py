@@ -16,9 +16,12 @@ from queue import SimpleQueue
 
 from kvtier.errors import ResourceError
 from kvtier_gpu.copy_plan import CopyPlan
-from kvtier_gpu.engines.batch_copy import BatchCopy, find_refusal
+from kvtier_gpu.engines.batch_copy import BatchCopy
+from kvtier_gpu.engines.check_copies import find_refusal
 from kvtier_gpu.engines.contract import CopyEngine, CopyFailure, Direction, Done, join_failures
 from kvtier_gpu.engines.device import CudaDevice, DeviceEvent, DeviceStream
+from kvtier_gpu.engines.kernel_copy import KernelCopy
+from kvtier_gpu.engines.many_copies import ManyCopies
 from kvtier_gpu.engines.pinned_region import PinnedRegion
 from kvtier_gpu.engines.plan_copier import (
     STAGING_BYTES,
@@ -176,10 +179,10 @@ class _CopyStream:
         ended = self._device.new_event(blocking=True)
         ended.record(self._stream)
         copy.ended, copy.failures = ended, failures
-        if (error := self._copier.driver_error) and not failures and not self._warned:
+        if (refused := self._copier.driver_error) and not failures and not self._warned:
             self._warned = True
             lane = self._threads[0].name
-            _log.warning("%s: cuMemcpyBatchAsync refused copies (CUDA error %d), which are made singly", lane, error)
+            _log.warning("%s: %s refused copies (CUDA error %d), which are made singly", lane, *refused)
 
     def _wait_all(self) -> None:
         for copy in iter(self._issued.get, None):
@@ -220,12 +223,9 @@ class CudaEngine(CopyEngine):
             self._pinned = PinnedRegion(device.runtime(), region, self._sides.rows)
             error = self._pinned.pin()
             notes = [f"the region is not pinned (CUDA error {error}): copies are slow and synchronous"] if error else []
-            batch = None if error else self._batch()
-            if isinstance(batch, str):
-                notes.append(f"cuMemcpyBatchAsync is not used: {batch}")
-                batch = None
+            many = {} if error else self._find_many(notes)
             try:
-                paths = self._prepare(replace(self._sides, batch=batch))
+                paths = self._prepare(replace(self._sides, many=many))
             except RuntimeError as refusal:
                 self._pinned.unpin()
                 raise ResourceError(f"{device} has no room for streams and staging: {refusal}") from refusal
@@ -235,22 +235,36 @@ class CudaEngine(CopyEngine):
         self.mode = f"{device}, {len(self._all)} streams, {'pageable' if error else 'pinned'} rows; {ways}"
         return tuple(notes)
 
-    def _batch(self) -> BatchCopy | str | None:
-        """The driver's call for many copies; None where another path is wanted, a text that says why it is not used."""
-        if self._wanted not in (None, CopyPath.BATCH):
-            return None
+    def _find_many(self, notes: list[str]) -> dict[CopyPath, ManyCopies]:
+        """The calls for many copies that work, of those that are wanted. Adds why another one is not used to notes."""
+        found: dict[CopyPath, ManyCopies] = {}
+        ways = ((CopyPath.KERNEL, KernelCopy.name, self._kernel), (CopyPath.BATCH, BatchCopy.name, self._batch))
+        for path, name, find in ways:
+            if self._wanted not in (None, path):
+                continue
+            copies = find()
+            if not isinstance(copies, str) and (refusal := find_refusal(self._device, copies)) is not None:
+                copies = f"it failed when it was tried: {refusal}"
+            if isinstance(copies, str):
+                notes.append(f"{name} is not used: {copies}")
+            else:
+                found[path] = copies
+        return found
+
+    def _kernel(self) -> KernelCopy | str:
+        found = self._device.copy_kernel()
+        return found if isinstance(found, str) else KernelCopy(found)
+
+    def _batch(self) -> BatchCopy | str:
         found = self._device.batch_function()
-        if isinstance(found, str):
-            return found
-        if self._wanted is None and self._device.capability() > BATCH_CAPABILITY_MAX:
+        if isinstance(found, int) and self._wanted is None and self._device.capability() > BATCH_CAPABILITY_MAX:
             return f"it has crashed on devices as new as {self._device}; `cuda_copies: batch` uses it all the same"
-        refusal = find_refusal(self._device, BatchCopy(found))
-        return BatchCopy(found) if refusal is None else f"it failed when it was tried: {refusal}"
+        return found if isinstance(found, str) else BatchCopy(found)
 
     def _prepare(self, sides: CopySides) -> dict[Direction, tuple[CopyPath, ...]]:
         """Choose the paths and make the streams. Raises RuntimeError if the device has no room."""
         tables = [group.table for group in sides.groups]
-        paths = choose_paths(tables, self._wanted, batch=sides.batch is not None)
+        paths = choose_paths(tables, self._wanted, sides.many)
         for direction, stream in self._streams.items():
             stream.prepare(sides, paths[direction], urgent=False)
         if self._urgent is not None:

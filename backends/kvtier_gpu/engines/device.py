@@ -9,6 +9,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
+from kvtier_gpu.engines.kernel_copy import Launch, load_kernel
 from kvtier_gpu.engines.pinned_region import Runtime
 
 SYMBOL = b"cuMemcpyBatchAsync"
@@ -65,6 +66,9 @@ class CudaDevice(Protocol):
     def batch_function(self) -> int | str:
         """The address of the driver's `cuMemcpyBatchAsync`, or why there is none."""
 
+    def copy_kernel(self) -> Launch | str:
+        """The kernel for many copies, or why there is none. The calling thread has entered the device."""
+
 
 class TorchDevice:
     """A device by way of torch."""
@@ -105,6 +109,11 @@ class TorchDevice:
 
     def batch_function(self) -> int | str:
         return "AMD's drivers have another one" if torch.version.hip else find_batch_function()
+
+    def copy_kernel(self) -> Launch | str:
+        if torch.version.hip:
+            return "AMD's devices have another compiler"
+        return load_kernel(torch.cuda.get_device_capability(self._device), torch.cuda.current_device())
 
 
 def find_batch_function() -> int | str:

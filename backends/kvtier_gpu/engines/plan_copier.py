@@ -7,7 +7,7 @@ alone, over a few MiB, shows too little of both at once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
@@ -18,9 +18,9 @@ import torch
 from kvtier.types.arrays import IntArray, distinct
 from kvtier.types.geometry import Geometry
 from kvtier_gpu.copy_plan import CopyPlan, Extents, GroupPages, GroupTable, extents, merge, rows_of, split
-from kvtier_gpu.engines.batch_copy import BatchCopy
 from kvtier_gpu.engines.contract import Bytes, CopyFailure, Direction
 from kvtier_gpu.engines.device import CudaDevice, DeviceStream
+from kvtier_gpu.engines.many_copies import ManyCopies
 from kvtier_gpu.engines.pinned_region import RowSlices
 from kvtier_gpu.kv_tensors import KVTensor
 
@@ -56,54 +56,60 @@ def group_tensors(
 
 
 class CopyPath(StrEnum):
-    """BATCH: all pieces of a job by one call of the driver. GATHER: pages are gathered on the device and cross the bus
-    in pieces as long as a row's slice. SINGLE: an operation of torch for each page.
+    """KERNEL: all pieces of a job by a kernel of ours. BATCH: by one call of the driver. GATHER: pages are gathered on
+    the device and cross the bus in pieces as long as a row's slice. SINGLE: an operation of torch for each page.
     """
 
+    KERNEL = "kernel"
     BATCH = "batch"
     GATHER = "gather"
     SINGLE = "single"
 
 
-BATCH_LOAD_BYTES = 48 << 10
-"""Loads of shorter fragments are faster by way of staging: 3 times at 16 KiB, 1.3 times at 32 KiB, not at 64 KiB."""
+MANY = (CopyPath.KERNEL, CopyPath.BATCH)
+"""The paths that make many copies by one call."""
+SHORT_LOAD_BYTES = 48 << 10
+"""Loads of shorter fragments are faster by the kernel, 7 times at 16 KiB, as fast at 64 KiB; without it by way of
+staging. Stores are not the kernel's: the bus is not what they wait for, and a model decodes more slowly beside it."""
 SINGLE_BYTES = 512 << 10
 """Without the driver's call, the pass through staging costs more than an operation for each page from here on."""
 
 
 def choose_paths(
-    tables: Sequence[GroupTable], wanted: CopyPath | None, *, batch: bool
+    tables: Sequence[GroupTable], wanted: CopyPath | None, many: Container[CopyPath]
 ) -> dict[Direction, tuple[CopyPath, ...]]:
     """The path of each group in each direction: `wanted` where it works, else by rule.
 
-    `batch`: the driver's call works.
+    `many`: those of `MANY` that work.
     """
-    if wanted is not None and (batch or wanted is not CopyPath.BATCH):
+    if wanted is not None and (wanted in many or wanted not in MANY):
         return dict.fromkeys(Direction, (wanted,) * len(tables))
-    return {way: tuple(path_by_rule(table, way, batch=batch) for table in tables) for way in Direction}
+    return {way: tuple(path_by_rule(table, way, many) for table in tables) for way in Direction}
 
 
-def path_by_rule(table: GroupTable, direction: Direction, *, batch: bool) -> CopyPath:
-    """The path for a group by the length of its shortest fragment. `batch`: the driver's call may be used."""
+def path_by_rule(table: GroupTable, direction: Direction, many: Container[CopyPath]) -> CopyPath:
+    """The path for a group by the length of its shortest fragment. `many`: those of `MANY` that work."""
     fragment_bytes = int(table.lengths.min())
-    if not batch:
+    is_short_load = direction is Direction.TO_GPU and fragment_bytes < SHORT_LOAD_BYTES
+    if is_short_load and CopyPath.KERNEL in many:
+        return CopyPath.KERNEL
+    if CopyPath.BATCH not in many:
         return CopyPath.SINGLE if fragment_bytes >= SINGLE_BYTES else CopyPath.GATHER
-    short_load = direction is Direction.TO_GPU and fragment_bytes < BATCH_LOAD_BYTES
-    return CopyPath.GATHER if short_load else CopyPath.BATCH
+    return CopyPath.GATHER if is_short_load else CopyPath.BATCH
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopySides:
     """The two sides of copies: the KV tensors of groups on a device, and the worker's slices of a region's rows.
 
-    `batch` is the driver's call for many copies, where it may be used.
+    `many` are the ways to make many copies by one call that may be used.
     """
 
     device: CudaDevice
     groups: tuple[GroupTensors, ...]
     region: Bytes
     rows: RowSlices
-    batch: BatchCopy | None
+    many: Mapping[CopyPath, ManyCopies]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,11 +124,11 @@ class CopyLane:
         """Issue torch operations. Raises what the device refuses."""
         self.sides.device.enqueue(self.stream, operation)
 
-    def call(self, found: Extents) -> list[IntArray]:
-        """Issue copies by the driver's call. `found.gpu` are addresses. Returns the rows of each call it refused."""
+    def call(self, found: Extents, path: CopyPath) -> list[IntArray]:
+        """Issue copies by one of the calls for many. `found.gpu` are addresses. Returns the rows of each that was
+        refused."""
         sides = self.sides
-        assert sides.batch is not None
-        refused = sides.batch.issue(found, sides.region, self.direction, self.stream.cuda_stream)
+        refused = sides.many[path].issue(found, sides.region, self.direction, self.stream.cuda_stream)
         return [distinct(places // sides.rows.row_bytes) for places in refused]
 
 
@@ -177,8 +183,8 @@ class PlanCopier:
     """Issues copies to one lane. `paths[g]` is the path of group g; those that gather share about so much staging, flat
     uint8 on the device. Everything is issued to one stream, so the staging is used again without a wait in between.
 
-    What the driver's call refuses is copied once more, an operation of torch for each piece: a driver that refuses
-    costs time and no blocks.
+    What the driver refuses of many copies is copied once more, an operation of torch for each piece: a driver that
+    refuses costs time and no blocks.
     """
 
     def __init__(self, lane: CopyLane, paths: Sequence[CopyPath], staging_bytes: int) -> None:
@@ -191,18 +197,20 @@ class PlanCopier:
         self._staging = lane.sides.device.empty(self._staging_bytes)
 
     @property
-    def driver_error(self) -> int:
-        """The driver's answer to the last call that it refused, of any lane; 0 if it has refused none."""
-        batch = self._lane.sides.batch
-        return 0 if batch is None else batch.last_error
+    def driver_error(self) -> tuple[str, int] | None:
+        """The last refusal of the driver, of any lane: (of what, its answer); None if there was none."""
+        refused = [one for one in self._lane.sides.many.values() if one.last_error]
+        return (refused[0].name, refused[0].last_error) if refused else None
 
     def issue(self, plan: CopyPlan) -> list[CopyFailure]:
         """Issue every copy of a plan, what can be issued of it. Returns why some were not, with their rows."""
-        batched = [pages for pages in plan.groups if self._paths[pages.table.group] is CopyPath.BATCH]
-        others = [pages for pages in plan.groups if self._paths[pages.table.group] is not CopyPath.BATCH]
+        by_path: dict[CopyPath, list[GroupPages]] = {path: [] for path in CopyPath}
+        for pages in plan.groups:
+            by_path[self._paths[pages.table.group]].append(pages)
+        others = by_path[CopyPath.GATHER] + by_path[CopyPath.SINGLE]
         parts = [(part, self._issue_pages) for part in split(plan.of(others), max(1, self._staging_bytes))]
-        if batched:
-            parts += [(part, self._issue_single) for part in self._issue_batched(batched)]
+        for path in filter(by_path.get, MANY):
+            parts += [(part, self._issue_single) for part in self._issue_many(by_path[path], path)]
         failures = []
         for part, issue in parts:
             try:
@@ -212,7 +220,7 @@ class PlanCopier:
                 failures.append(CopyFailure(refusal.with_traceback(None), rows_of(part, plan.row_bytes)))
         return failures
 
-    def _issue_batched(self, groups: Sequence[GroupPages]) -> list[tuple[GroupPages, ...]]:
+    def _issue_many(self, groups: Sequence[GroupPages], path: CopyPath) -> list[tuple[GroupPages, ...]]:
         """Issue all copies of groups by one call. No piece reaches into another row: rows may be pinned apart.
 
         Returns the pages of each call that the driver refused.
@@ -220,7 +228,7 @@ class PlanCopier:
         row_bytes = self._lane.sides.rows.row_bytes
         found = [extents(pages, row_bytes) for pages in groups]
         columns = zip(*((one.gpu, one.region, one.lengths) for one in found), strict=True)
-        refused = self._lane.call(Extents(*map(np.concatenate, columns)))
+        refused = self._lane.call(Extents(*map(np.concatenate, columns)), path)
         return [tuple([pages.in_rows(rows, row_bytes) for pages in groups]) for rows in refused]
 
     def _issue_pages(self, pages: GroupPages) -> None:
@@ -247,7 +255,7 @@ class PlanCopier:
         lengths = np.full(len(starts), page_bytes, dtype=np.int64)
         pieces = merge(Extents(staged, starts, lengths), lane.sides.rows.row_bytes)
         addresses = replace(pieces, gpu=pieces.gpu + self._staging.data_ptr())
-        if lane.sides.batch is None or lane.call(addresses):
+        if CopyPath.BATCH not in lane.sides.many or lane.call(addresses, CopyPath.BATCH):
             lane.enqueue(partial(move_each, self._staging, self._region, pieces, lane.direction))
 
     def _issue_single(self, pages: GroupPages) -> None:

@@ -20,7 +20,7 @@ from kvtier_gpu import GPUBackend, GPUOptions
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 NUM_BLOCKS, NUM_ROWS = 40, 12
-COPIES = ["fastest", "batch", "gather", "single"]
+COPIES = ["fastest", "kernel", "batch", "gather", "single"]
 GEOMETRY = Geometry(
     KVLayout(
         (
@@ -36,8 +36,8 @@ GEOMETRY = Geometry(
 
 
 def skip_unless_used(opened: Opened, copies: str) -> None:
-    """Skip where the driver's call is not to be had; the other ways always are."""
-    if copies == "batch" and "batch" not in opened.mode:
+    """Skip where the kernel or the driver's call is not to be had; the other ways always are."""
+    if copies in ("kernel", "batch") and copies not in opened.mode:
         pytest.skip("; ".join(opened.notes))
 
 

@@ -139,6 +139,23 @@ async def test_pieces_beyond_the_bound_of_a_call_go_in_further_calls(seed: int) 
     assert (rows.view == worker.tensors[0].numpy()[order]).all()
 
 
+async def test_pieces_of_the_kernel_are_short_and_of_a_launch_few(seed: int) -> None:
+    """300 rows of one piece of 20 KiB and one of 5 bytes, which a warp each copies in parts of 8 KiB."""
+    lengths, count = (20 << 10, 5), 300
+    geometry = Geometry(KVLayout((GroupLayout(tuple(TensorRef(at, length) for at, length in enumerate(lengths))),)))
+    device, rows = FakeCuda(seed), MmapRows(geometry, count)
+    worker = make_worker(geometry, count, "plain", np.random.default_rng(seed))
+    order = np.arange(count)[::-1].copy()
+    async with opened(device, geometry, worker, rows, copies="kernel") as tier:
+        assert (await tier.load(job(transfer(0, GPURuns.whole(order), range(count))))).ok
+        want = worker.bytes()
+        for tensor in worker.tensors:
+            tensor.zero_()
+        assert (await tier.store(job(transfer(0, GPURuns.whole(order), range(count))))).ok
+    assert device.launches == [1200] * 2
+    assert worker.holds(want)
+
+
 async def test_no_piece_reaches_from_one_row_into_the_next(seed: int) -> None:
     """Rows are pinned in pieces, and a driver refuses a copy that reaches into another piece."""
     geometry = Geometry(KVLayout((GroupLayout((TensorRef(0, 4096),)),)), alignment=4096)

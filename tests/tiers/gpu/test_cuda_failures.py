@@ -20,6 +20,7 @@ from kvtier_gpu import GPUBackend
 from kvtier_gpu.engines.plan_copier import CopyPath
 
 FAILED = failed(errno.EIO)
+MANY_NAMES = ("cuMemcpyBatchAsync", "the copy kernel")
 TIER_DOWN = dropped(DropReason.TIER_DOWN)
 
 
@@ -99,7 +100,7 @@ async def test_a_refused_call_of_gathered_pages_fails_the_blocks_of_its_part(to_
             assert len(blocks) == 2
 
 
-@pytest.mark.parametrize("path", [CopyPath.BATCH, CopyPath.GATHER])
+@pytest.mark.parametrize("path", [CopyPath.KERNEL, CopyPath.BATCH, CopyPath.GATHER])
 async def test_what_the_driver_refuses_is_copied_singly(
     path: CopyPath, seed: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -107,7 +108,7 @@ async def test_what_the_driver_refuses_is_copied_singly(
     stand = Stand(FakeCuda(seed), seed)
     with small(descriptors=3, staging_bytes=1000, path=path), caplog.at_level(logging.WARNING, "kvtier_gpu"):
         async with stand.opened("fastest") as tier:
-            stand.device.faults.refuse = lambda call: call % 2 == 1
+            stand.device.faults.refuse = stand.device.faults.refuse_launch = lambda call: call % 2 == 1
             for number in range(1, 4):
                 work = stand.job(number, (4, 3))
                 want, content = stand.wanted(work), stand.worker.bytes()
@@ -117,7 +118,7 @@ async def test_what_the_driver_refuses_is_copied_singly(
                 assert (await tier.store(replace(work, urgent=number == 2))).ok
                 assert stand.worker.holds(content)
     lanes = ["kvtier-to_rows-issue", "kvtier-to_gpu-issue", "kvtier-urgent-issue"]
-    refused = "cuMemcpyBatchAsync refused copies (CUDA error 1), which are made singly"
+    refused = f"{MANY_NAMES[path is CopyPath.KERNEL]} refused copies (CUDA error 1), which are made singly"
     assert sorted(record.getMessage() for record in caplog.records) == sorted(f"{lane}: {refused}" for lane in lanes)
 
 
