@@ -362,16 +362,16 @@ def open_engine_stack(
     """A stack for a synchronous engine, for `with`: the other arguments are those of `open_stack`.
 
     With the driver `process` it is in a process of its own, which is started unless it is there; engines of this user
-    with the same stack file share one. With `embedded` it is in this process. Left out: `process` for tensors in host
-    memory, else `embedded`.
+    with the same stack file share one. With `embedded` it is in this process. Left out: `process` for tensors of this
+    process in host memory or on CUDA, else `embedded`.
     """
     if driver not in (None, "process", "embedded"):
         raise UsageError("the driver of a stack is 'process' or 'embedded'")
     config = stack if isinstance(stack, StackConfig) else load_stack(stack)
     parts = stack_parts(config, layout, tensors, workers, engine_id=engine_id, model=model)
     if driver is None:
-        on_host = tensors is not None and all(tensor.device.type == "cpu" for tensor in tensors)
-        driver = "process" if on_host and not workers else "embedded"
+        known = tensors is not None and all(tensor.device.type in ("cpu", "cuda") for tensor in tensors)
+        driver = "process" if known and not workers else "embedded"
     if driver == "embedded":
         from kvtier.stack.engine_stack import EngineStack
 

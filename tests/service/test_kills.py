@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import select
 import signal
-import socket
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 from support_served import Served, served
-from support_service import TestEngine, block_keys, stack_process, stack_text, until
+from support_service import TestEngine, block_keys, on_disk, stack_process, stack_text, until
 from support_victims import NUMBERS, RUN, Victims, victims
 
 from kvtier.types.jobs import JobKind
@@ -66,14 +65,28 @@ def test_killed_engines_leave_right_bytes_and_no_row_behind(
     strikes: int | None, tmp_path: Path, seed: int, dial: Callable[[int, int], int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Engines and workers are killed, at least half of them with something open."""
-    strikes = strikes or dial(60, 10)
-    rng = random.Random(seed)
+    kill_engines(strikes or dial(60, 10), KINDS, tmp_path, random.Random(seed), capsys)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.timeout(600)
+def test_engines_killed_while_they_copy_on_a_device_leave_right_bytes(
+    tmp_path: Path, seed: int, dial: Callable[[int, int], int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    kill_engines(dial(100, 20), ("cuda",), tmp_path, random.Random(seed), capsys)
+
+
+def kill_engines(
+    strikes: int, kinds: Sequence[str], tmp_path: Path, rng: random.Random, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Kill engines one after another beside one that lives. After each strike rows are back, and bytes are right."""
     counts, opens, took = Counter[str](), Counter[str](), list[float]()
     stack = stack_text(ROWS, tmp_path / "root")
     with served(tmp_path, stack) as service, TestEngine(service.path) as witness:
         with victims(service.path, tmp_path) as found:
             for _ in range(strikes):
-                found.begin(rng.randrange(1 << 30), kind := rng.choice(KINDS))
+                found.begin(rng.randrange(1 << 30), kind := rng.choice(kinds))
                 exited, was_open = strike(found, rng)
                 opens.update([what for what, number in was_open.items() if number] or ["nothing"])
                 opens["strikes with something open"] += any(was_open.values())
@@ -121,15 +134,6 @@ def test_a_frozen_engine_costs_the_others_nothing(
         loads_right(witness, random.Random(seed), Counter())
         os.kill(found.pid, signal.SIGKILL)
         until(lambda: are_free(service), "rows are back")
-
-
-def on_disk(path: str) -> int:
-    """Blocks that a process has stored on its disk."""
-    with socket.socket(socket.AF_UNIX) as sock:
-        sock.settimeout(10)
-        sock.connect(path)
-        document = b"".join(iter(lambda: sock.recv(1 << 16), b""))
-    return int(json.loads(document)["stats"]["tiers"]["fs"]["stored"])
 
 
 @pytest.mark.parametrize("kills", [None, pytest.param(1000, marks=pytest.mark.long)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import signal
@@ -67,8 +68,8 @@ class TestEngine:
 
     __test__ = False
 
-    def __init__(self, at: str | PrivateStack, engine_id: str = "") -> None:
-        self.cache = torch.zeros((BLOCKS, PAGE), dtype=torch.uint8)
+    def __init__(self, at: str | PrivateStack, engine_id: str = "", device: str = "cpu") -> None:
+        self.cache = torch.zeros((BLOCKS, PAGE), dtype=torch.uint8, device=device)
         self._ended: dict[JobId, list[str]] = {}
         private = at if isinstance(at, PrivateStack) else None
         path = at.path if isinstance(at, PrivateStack) else at
@@ -133,10 +134,10 @@ class TestEngine:
         request = self.reserve(numbers, name)
         self.cache[: len(numbers)] = 255
         found = self.transfer(JobKind.LOAD, numbers, request)
-        right = content(numbers)
+        right, cache = content(numbers), self.cache.cpu()
         for at, status in enumerate(found):
             if status == "loaded":
-                assert torch.equal(self.cache[at], right[at]), f"wrong bytes for block {numbers[at]}"
+                assert torch.equal(cache[at], right[at]), f"wrong bytes for block {numbers[at]}"
                 found[at] = "hit"
         return found
 
@@ -148,6 +149,15 @@ class TestEngine:
         found = self.client.lookup(request, keys)
         request.end()
         return found
+
+
+def on_disk(path: str) -> int:
+    """Blocks that a process has stored on its disk."""
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(10)
+        sock.connect(path)
+        document = b"".join(iter(lambda: sock.recv(1 << 16), b""))
+    return int(json.loads(document)["stats"]["tiers"]["fs"]["stored"])
 
 
 def peer_pid(path: str) -> int:

@@ -134,7 +134,11 @@ class Victim:
         slot, numbers, kind = self.jobs.pop(result.job_id)
         right, at = content(numbers), slot * RUN
         for position, outcome in enumerate(result.outcomes[0]):
-            if kind is JobKind.LOAD and outcome.ok and not torch.equal(self.cache[at + position], right[position]):
+            if (
+                kind is JobKind.LOAD
+                and outcome.ok
+                and not torch.equal(self.cache[at + position].cpu(), right[position])
+            ):
                 os.write(2, f"WRONG BYTES in a victim: block {numbers[position]}\n".encode())
         self.slots.append(slot)
 
@@ -162,15 +166,16 @@ class Victim:
 
 
 def live(path: str, state: mmap.mmap, seed: int, kind: str) -> None:
-    """In a forked child: an engine of one process, or with its worker in another one."""
+    """In a forked child: an engine of one process, on a CPU or on `cuda`, or with its worker in another one."""
     rng = random.Random(seed)
     identity = Identity(path, NAMESPACE, "victim", secrets.token_hex(16))
-    cache = torch.zeros((SLOTS * RUN, PAGE), dtype=torch.uint8).share_memory_()
+    cache = torch.zeros((SLOTS * RUN, PAGE), dtype=torch.uint8, device="cuda" if kind == "cuda" else "cpu")
     target = os.getpid()
-    if kind == "engine":
+    if kind in ("engine", "cuda"):
         client = EngineClient(identity, [cache])
         SlowCopies(client._worker, state, rng)
     else:
+        cache.share_memory_()
         (read, written), (connected, connects) = os.pipe(), os.pipe()
         child = os.fork()
         if not child:
