@@ -6,7 +6,7 @@ import logging
 import select
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from kvtier.client.connection import Connected, Identity, Participant, connect, unconnected
@@ -15,6 +15,7 @@ from kvtier.client.reconnection import Reconnection
 from kvtier.client.request import ClientRequest
 from kvtier.client.worker import WorkerClient
 from kvtier.errors import ConfigError, ResourceError
+from kvtier.service import wire
 from kvtier.service.channel import Channel
 from kvtier.service.wire import TO_ENGINE, Found, Lent
 from kvtier.tier.contract import LoadStore, LookupResult
@@ -36,6 +37,10 @@ OPEN_SECONDS = 600.0
 BORROW_SECONDS = 1.0
 WITHIN_A_STEP = (Found, Lent)
 """Items that are taken in before the next step."""
+ANSWERS = (*WITHIN_A_STEP, wire.Located, wire.Hinted, wire.FiguresPart, wire.Left)
+"""Items that are taken in by a call that waits for an answer."""
+ANSWER_SECONDS = 1.0
+"""How long such a call waits."""
 
 
 class SchedulerClient:
@@ -232,6 +237,49 @@ class SchedulerClient:
             core.out = []
         elif self._channel.waiting_bytes:
             self._channel.flush()
+
+    def _await(self, done: Callable[[], bool], timeout_seconds: float) -> bool:
+        """Send, and take in answers alone until a condition holds. False once the time is over, or the connection."""
+        self._send()
+        until = time.monotonic() + timeout_seconds
+        while not done():
+            left = until - time.monotonic()
+            if left <= 0 or self._channel.closed:
+                return False
+            self._poll.poll(left * 1e3)
+            items = self._channel.receive()
+            self._later += [item for item in items if type(item) not in ANSWERS]
+            self.core.take_in([item for item in items if type(item) in ANSWERS])
+            self._send()
+        return True
+
+    def _ask(self, items: Sequence[Callable[[int], wire.Item]], timeout_seconds: float = ANSWER_SECONDS) -> list[Any]:
+        """The answers to questions, each of which is given its number. Waits; fewer answers if they do not come."""
+        core = self.core
+        if not core.connected:
+            return []
+        numbers = [core.next_number() for _ in items]
+        core.out += [make(number) for make, number in zip(items, numbers, strict=True)]
+        self._await(lambda: all(map(self._is_answered, numbers)), timeout_seconds)
+        return [answer for number in numbers for answer in core.answers.pop(number, ())]
+
+    def _is_answered(self, number: int) -> bool:
+        answers: Sequence[Any] = self.core.answers.get(number, ())
+        return bool(answers) and getattr(answers[-1], "last", True)
+
+    def say_goodbye(self, timeout_seconds: float) -> wire.Left | None:
+        """Leave for good, also after a worker has. A private process that serves no other engine has written back when
+        its answer comes.
+
+        None if there is no connection, or no answer in time.
+        """
+        self._reconnection.stop()
+        core = self.core
+        number = core.next_number()
+        core.out.append(wire.Leave(number))
+        self._await(lambda: number in core.answers, timeout_seconds)
+        answers: Sequence[wire.Left] = core.answers.pop(number, ())
+        return answers[0] if answers else None
 
     def close(self) -> None:
         """Disconnect. Idempotent."""

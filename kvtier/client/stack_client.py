@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import select
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvtier.aio.eventfd import EventFD
 from kvtier.client.connection import Connected, Identity
@@ -31,15 +31,12 @@ from kvtier.types.keys import JobId, OffloadKey
 if TYPE_CHECKING:
     import torch
 
-ANSWER_SECONDS = 1.0
-"""How long a call that asks the stack process waits for the answer."""
 COPIES_SECONDS = 10.0
 """How long closing waits for copies in flight."""
 EVENTS_MAX = 65536
 """Events that are kept until they are taken; the oldest are dropped."""
 LOOKS_NAME = "\0looks"
 """The request of lookups that name none."""
-ANSWERS = (wire.Found, wire.Lent, wire.Located, wire.Hinted, wire.FiguresPart, wire.Left)
 
 
 class StackClient(EngineClient):
@@ -154,36 +151,7 @@ class StackClient(EngineClient):
                 looks.states.pop(key, None)
             self._answered = list(looks.states)
 
-    def _await(self, done: Callable[[], bool], timeout_seconds: float) -> bool:
-        """Send, and take in answers alone until a condition holds. False once the time is over, or the connection."""
-        self._send()
-        until = time.monotonic() + timeout_seconds
-        while not done():
-            left = until - time.monotonic()
-            if left <= 0 or self._channel.closed:
-                return False
-            self._poll.poll(left * 1e3)
-            items = self._channel.receive()
-            self._later += [item for item in items if type(item) not in ANSWERS]
-            self.core.take_in([item for item in items if type(item) in ANSWERS])
-            self._send()
-        return True
-
     # -- questions -----------------------------------------------------------------------------------------------
-
-    def _ask(self, items: Sequence[Callable[[int], wire.Item]], timeout_seconds: float = ANSWER_SECONDS) -> list[Any]:
-        """The answers to questions, each of which is given its number. Waits; fewer answers if they do not come."""
-        core = self.core
-        if not core.connected:
-            return []
-        numbers = [core.next_number() for _ in items]
-        core.out += [make(number) for make, number in zip(items, numbers, strict=True)]
-        self._await(lambda: all(map(self._is_answered, numbers)), timeout_seconds)
-        return [answer for number in numbers for answer in core.answers.pop(number, ())]
-
-    def _is_answered(self, number: int) -> bool:
-        answers: Sequence[Any] = self.core.answers.get(number, ())
-        return bool(answers) and getattr(answers[-1], "last", True)
 
     def locate(self, keys: Sequence[OffloadKey]) -> list[str | None]:
         """The name of the highest tier that holds each key, or None. Waits for the answer."""
@@ -244,7 +212,7 @@ class StackClient(EngineClient):
             raise ResourceError(f"the reset was not made durable: {fault or self._channel.fault}")
 
     def leave(self, timeout_seconds: float) -> tuple[int, int]:
-        """(blocks dropped, jobs that did not end): end all jobs and say goodbye. A private process then writes back."""
+        """(blocks dropped, jobs that did not end): end all jobs and say goodbye."""
         self._reconnection.stop()
         self.transfers.stop_all(DropReason.CLOSING)
         until = time.monotonic() + COPIES_SECONDS
@@ -253,10 +221,8 @@ class StackClient(EngineClient):
             self.wait(until - time.monotonic())
             self._receive()
         unfinished = self.transfers.copies
-        answers = self._ask([wire.Leave], timeout_seconds)
-        if not answers:
-            return 0, unfinished
-        return answers[0].dropped, max(unfinished, answers[0].unfinished)
+        left = self.say_goodbye(timeout_seconds)
+        return (0, unfinished) if left is None else (left.dropped, max(unfinished, left.unfinished))
 
     def cut(self) -> None:
         """End copies in flight, and the connection for good, whatever else is under way."""

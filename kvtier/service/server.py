@@ -43,6 +43,8 @@ GREETINGS_PER_SECOND = 4.0
 """Greetings that are read, on average; at once `CONNECTIONS_MAX`."""
 REST_SECONDS = 1.0
 """How long no connection is accepted after the process had no descriptor for one."""
+GOODBYE_SECONDS = 10.0
+"""How long a scheduler is connected after a worker of its engine has left."""
 _ACCEPTED_AT_ONCE = 8
 
 _log = logging.getLogger(__name__)
@@ -407,7 +409,8 @@ class StackServer:
             if type(items[-1]) is wire.Leave:
                 self._on_leave(peer.engine, items[-1])
                 items = items[:-1]
-            self.pool.handle(session, items)
+            if not session.lost:
+                self.pool.handle(session, items)
         else:
             if type(items[-1]) is wire.Quiet:
                 peer.quiet, items = True, items[:-1]
@@ -434,7 +437,7 @@ class StackServer:
     def _send_all(self) -> None:
         for engine in self._engines.values():
             peer = engine.scheduler
-            if peer is not None:
+            if peer is not None and not peer.session.lost:
                 self._send_to(peer, engine.session.take_items(events=not peer.channel.waiting_bytes))
             if questions := engine.session.take_questions():
                 for worker in [each for each in engine.peers if each.worker is not None]:
@@ -475,7 +478,12 @@ class StackServer:
             _log.info("engine %d: a connection has ended: %s", peer.session.number, fault)
             if self.pool.is_open:
                 self.pool.end_session(peer.session, exited=False)
-            for other in [each for each in engine.peers if each.session is peer.session]:
+            others = {each for each in engine.peers if each.session is peer.session}
+            if peer.quiet and engine.scheduler in others:  # an engine that ends: its scheduler may leave after it
+                others.remove(engine.scheduler)
+                self._send_to(engine.scheduler, [wire.Closing("a worker has left")])
+                self._loop.call_later(GOODBYE_SECONDS, self._disconnect, engine.scheduler, "it did not leave in time")
+            for other in others:
                 self._disconnect(other, fault)
         self._end_if_gone(engine)
 

@@ -321,7 +321,7 @@ class Stats(Item, tag=37, frozen=True):
 
 
 class Closing(Item, tag=38, frozen=True):
-    """The stack process is about to end: everything is a miss from now on."""
+    """The stack process is about to end, or a worker has left: everything is a miss from now on."""
 
     reason: str
 

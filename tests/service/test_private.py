@@ -14,12 +14,15 @@ from types import SimpleNamespace
 
 import pytest
 from support_counts import full_alone
+from support_served import served
 from support_service import TestEngine, peer_pid, stack_text, until
 
 from kvtier.client import private
 from kvtier.client.private import HOUR_SECONDS, Restarts, private_socket, runtime_folder
 from kvtier.errors import ConfigError, ResourceError
+from kvtier.service import server
 from kvtier.service.channel import is_listening
+from kvtier.tier.contract import LookupResult
 
 LINGER_SECONDS = 1.0
 SUPPORT = str(Path(__file__).parents[1] / "support")
@@ -57,6 +60,35 @@ def test_the_others_find_what_the_first_has_started_and_it_ends_after_the_last(f
     assert sorted(os.listdir(Path(path).parent)) == [f"{Path(path).name}.start"]
     assert start(folder) == path
     assert peer_pid(path) != pid
+
+
+def test_a_scheduler_may_leave_after_its_worker(folder: str) -> None:
+    """As in vLLM, which ends its workers first. The process goes on for others, and ends with the last one."""
+    path = start(folder)
+    pid = peer_pid(path)
+    with TestEngine(path) as one, TestEngine(path) as two:
+        for engine, ends in ((one, False), (two, True)):
+            assert engine.store(range(8)) == ["stored"] * 8 if engine is one else engine.load(range(8)) == ["hit"] * 8
+            engine.client._worker.close()
+            engine.step_until(lambda client=engine.client: not client.core.connected, "all is a miss")
+            assert engine.look(range(8)) == [LookupResult.MISS] * 8
+            left = engine.client.say_goodbye(10.0)
+            assert left is not None
+            assert (left.ends, left.dropped, left.unfinished) == (ends, 0, 0)
+            engine.client.close()
+        until(lambda: has_ended(pid), "it ends")
+
+
+def test_a_scheduler_that_does_not_leave_after_its_worker_is_connected_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "GOODBYE_SECONDS", 0.3)
+    with served(tmp_path) as service, TestEngine(service.path) as one, TestEngine(service.path) as two:
+        assert one.store(range(8)) == ["stored"] * 8
+        one.client._worker.close()
+        one.step_until(lambda: not one.client.core.connected, "all is a miss")
+        one.step_until(lambda: one.client.core.connected, "it is connected again")
+        assert two.load(range(8)) == ["hit"] * 8
 
 
 def test_it_needs_the_pipe_alone(folder: str) -> None:

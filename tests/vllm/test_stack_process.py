@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 import random
 import signal
-import socket
-import struct
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from engines import ANSWER_SECONDS, BLOCK, VOCABULARY, Engine, engine, stack, total
+from engines import ANSWER_SECONDS, BLOCK, VOCABULARY, Engine, engine, stack, stack_process, total
 
 from kvtier.client.private import LINGER_SECONDS
 
@@ -32,15 +30,6 @@ def served(models: dict[str, Path], folder: Path, root: Path, runtime: str) -> I
     tiers = stack(root, 100, io_engine="threads") | {"runtime_dir": runtime}
     with engine(models["llama"], folder, tiers, connector={"driver": "process"}) as vllm:
         yield vllm
-
-
-def stack_process(runtime: str) -> int:
-    """The process that listens below this folder."""
-    (path,) = Path(runtime).rglob("*.sock")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-        sock.connect(str(path))
-        pid: int = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
-    return pid
 
 
 def ends(pid: int) -> bool:
@@ -71,18 +60,38 @@ def test_prompts_come_back_from_rows_and_from_the_disk(models, root, tmp_path, s
         rows = vllm.generate(asked())
         assert (rows.tokens, rows.cached) == (plain.tokens, WHOLE)
         pid = stack_process(short_folder)
-    left = time.monotonic()
-    with served(models, tmp_path, root, short_folder) as vllm:  # at the process that serves on, if it comes in time
-        in_time = time.monotonic() < left + LINGER_SECONDS
-        warm = vllm.generate(asked())
-        assert (warm.tokens, warm.cached) == (plain.tokens, WHOLE)
-        if in_time:
-            assert stack_process(short_folder) == pid
-        pid = stack_process(short_folder)
-    assert ends(pid), "a private process ends after its last engine"
+        left = time.monotonic()
+    assert ends(pid), "a private process ends with its last engine"
+    assert time.monotonic() < left + LINGER_SECONDS
     with served(models, tmp_path, root, short_folder) as vllm:
         restored = vllm.generate(asked())
         assert (restored.tokens, restored.cached) == (plain.tokens, WHOLE)
+        pid = stack_process(short_folder)
+        killed = time.monotonic()
+        vllm.kill()
+    with served(models, tmp_path, root, short_folder) as vllm:  # at the process that serves on, if it comes in time
+        in_time = time.monotonic() < killed + LINGER_SECONDS
+        warm = vllm.generate(asked())
+        assert (warm.tokens, warm.cached) == (plain.tokens, WHOLE)
+        assert (stack_process(short_folder) == pid) is in_time
+        pid = stack_process(short_folder)
+        vllm.kill()
+    assert ends(pid), "a private process ends after its last engine"
+
+
+def test_what_was_stored_is_on_the_disk_once_an_engine_has_ended(models, root, tmp_path, short_folder):
+    """Also what only the CPU tier had, as where a container ends with the engine."""
+    with engine(models["llama"], tmp_path) as vllm:
+        plain = vllm.generate(asked()).tokens
+    tiers = stack(root, 100, io_engine="threads", write_policy="on_evict") | {"runtime_dir": short_folder}
+    for cached in ([0] * PROMPTS, WHOLE):
+        with engine(models["llama"], tmp_path, tiers, connector={"driver": "process"}) as vllm:
+            answer = vllm.generate(asked())
+            assert (answer.tokens, answer.cached) == (plain, cached)
+            pid = stack_process(short_folder)
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        assert ends(pid)
 
 
 def again(vllm: Engine, right: list[list[int]]) -> list[int]:

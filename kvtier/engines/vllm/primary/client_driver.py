@@ -45,6 +45,9 @@ IDENTITY_SECONDS = 10.0
 """How long a start waits for the name of the weights, which takes as long as reading them, the first time."""
 EVICTED, RECOVERED = "kvtier_evicted_blocks_total", "kvtier_recovered_blocks"
 OPTIONAL_SECONDS = 30.0
+CLOSE_GRACE_SECONDS = 1.0
+"""What the answer of a stack process that has written back may take, beside its closing time: vLLM waits for five
+seconds in all."""
 """How long a start waits for workers where the stack process is not required: they have connected, or cannot."""
 REACHABLE_MAX = 1 << 20
 """Blocks of a tier that are remembered as reachable, where vLLM publishes events; each takes about 120 bytes."""
@@ -68,6 +71,7 @@ class ClientDriver:
         self.client = SchedulerClient(self.identity, complete=False, events=events, required=plan.required)
         self.num_rows, self.row_bytes = self.client.welcome.num_rows, self.client.welcome.row_bytes
         self.chooses = False  # the stack process does
+        self._close_seconds = plan.stack.close_timeout_seconds + CLOSE_GRACE_SECONDS
         self.measures_prefill = plan.stack.prefill_tokens_per_second == "measured"
         self._core = self.client.core
         self._naming = Naming(plan.namespace)
@@ -394,8 +398,11 @@ class ClientDriver:
         return StackStats(dict(self._tiers), 0)
 
     def close(self) -> None:
-        """Disconnect; the stack process goes on until its last engine has gone."""
+        """Leave. A private stack process that serves no other engine writes back and ends before, if there is time."""
         self._naming.close()
+        left = self.client.say_goodbye(self._close_seconds)
+        if left is not None and left.dropped:
+            _log.warning("closed: %d blocks were dropped", left.dropped)
         self.client.close()
 
 
