@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from support_service import peer_pid, until
+
 HERE = Path(__file__).parent
 BLOCK = 128
 VOCABULARY = 512
@@ -160,7 +162,8 @@ def engine(
 ) -> Iterator[Engine]:
     """An engine on `model`; with kvtier when a stack is given. `connector` goes into kv_connector_extra_config.
 
-    The connector is vLLM's own, unless `vllms_connector` is false.
+    The connector is vLLM's own, unless `vllms_connector` is false. The stack is embedded, unless `connector` has
+    another driver: what was stored is on the disk alone once the engine has ended.
     """
     connector, theirs = config.pop("connector", {}), config.pop("vllms_connector", True)
     settings: dict[str, Any] = {"model": str(model), "max_model_len": 12288, "disable_log_stats": False, **config}
@@ -172,6 +175,7 @@ def engine(
                 "spec_name": "KVTierSpec",
                 "spec_module_path": "kvtier.engines.vllm",
                 "stack": stack,
+                "driver": "embedded",
                 **connector,
             },
         }
@@ -197,6 +201,19 @@ def engine(
             with suppress(EOFError, OSError):  # the engine's other processes have the pipe too: until all have ended
                 while ours.poll(EXIT_SECONDS):
                     ours.recv()
+
+
+def stack_process(runtime: str) -> int:
+    """The process that listens below this folder."""
+    (path,) = Path(runtime).rglob("*.sock")
+    return peer_pid(str(path))
+
+
+def end_stack_process(runtime: str) -> None:
+    """Have the process that listens below this folder write back and end."""
+    pid = stack_process(runtime)
+    os.kill(pid, signal.SIGTERM)
+    until(lambda: not Path(f"/proc/{pid}").exists(), "the stack process has ended")
 
 
 def stack(root: Path, rows: int, kind: str = "llama", capacity: str = "256MiB", **fs: Any) -> dict[str, Any]:

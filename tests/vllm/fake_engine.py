@@ -46,7 +46,7 @@ PAGE = 4096
 AS_0_33 = hasattr(OffloadingManager, "on_reset_flushed")
 """The installed release ends a step after its stores, and says when the copies from before a reset have ended."""
 BATCHES_IN_FLIGHT = 2
-DRIVER: dict[str, str] = {}
+DRIVER = {"driver": "embedded"}
 """The key of `kv_connector_extra_config` for the driver of a test; see the fixture `driver`."""
 
 

@@ -17,7 +17,7 @@ from importlib.metadata import Distribution, version
 from pathlib import Path
 from typing import Any
 
-from engines import Answer, engine, run_forked
+from engines import Answer, end_stack_process, engine, run_forked
 from families import WORDS, Row, gpu_rows, rows
 from family_page import LOGPROB_MAX, Page, Restored
 from support_changed_models import AUDIO
@@ -61,6 +61,7 @@ def measure(row: Row, folder: Path) -> Restored:
     """Run one row: without a connector, cold, from the CPU tier, from the disk and from Valkey in new engines."""
     run_forked(build, row, folder)
     settings, ask = placed(row.engine, folder), placed(row.ask, folder)
+    settings["connector"] = {"driver": "process", **settings.get("connector", {})}
     start = partial(engine, folder / "model", folder, **settings)
     with engine(
         folder / "model", folder, **{key: value for key, value in settings.items() if key != "connector"}
@@ -72,7 +73,7 @@ def measure(row: Row, folder: Path) -> Restored:
             control &= differs(plain, vllm.generate(asked(row), **row.control))
         if row.ask.get("do") == "listen":
             control &= plain.tokens != vllm.generate(asked(row, sound=7), **ask).tokens
-        unit = vllm.block_size() * settings.get("connector", {}).get("blocks_per_chunk", 1)
+        unit = vllm.block_size() * settings["connector"].get("blocks_per_chunk", 1)
     answers = dict(restore(start, row, folder))
     cold = answers.pop("cold")
     everything = {"cold": cold, **answers}
@@ -88,18 +89,23 @@ def measure(row: Row, folder: Path) -> Restored:
 
 
 def restore(start: partial[Any], row: Row, folder: Path) -> Iterator[tuple[str, Answer]]:
-    """The answers of an engine with tiers, cold and from its CPU tier, and of new engines above one of the others."""
+    """The answers of an engine with tiers, cold and from its CPU tier, and of new engines above one of the others.
+
+    The stack process of each has ended, and written back, before the next one begins.
+    """
     root, ask = folder / "root", placed(row.ask, folder)
     root.mkdir(mode=0o700)
-    with valkey_server() as server:
+    with valkey_server() as server, tempfile.TemporaryDirectory() as runtime:
         below = tiers(root, server.address)
-        with start(stack(*below.values()), vllms_connector=False) as vllm:
+        with start(stack(*below.values(), runtime_dir=runtime), vllms_connector=False) as vllm:
             yield "cold", vllm.generate(asked(row), **ask)
             vllm.reset()
             yield "cpu", vllm.generate(asked(row), **ask)
+        end_stack_process(runtime)
         for name, tier in below.items():
-            with start(stack(tier), vllms_connector=False) as vllm:
+            with start(stack(tier, runtime_dir=runtime), vllms_connector=False) as vllm:
                 yield name, vllm.generate(asked(row), **ask)
+            end_stack_process(runtime)
 
 
 def build(row: Row, folder: Path) -> None:
@@ -134,10 +140,11 @@ def tiers(root: Path, server: str) -> dict[str, dict[str, Any]]:
     return {"disk": {"type": "fs", "roots": [str(root)], "capacity": "512MiB"}, "valkey": valkey}
 
 
-def stack(*below: dict[str, Any]) -> dict[str, Any]:
+def stack(*below: dict[str, Any], runtime_dir: str) -> dict[str, Any]:
     """A CPU tier that holds every prompt, above other tiers."""
     cpu = {"type": "cpu", "cpu_bytes_to_use": "256MiB"}
-    return {"namespace": "families", "lookup_timeout_seconds": 40.0, "tiers": [cpu, *below]}
+    times = {"lookup_timeout_seconds": 40.0}
+    return {"namespace": "families", "runtime_dir": runtime_dir, **times, "tiers": [cpu, *below]}
 
 
 def main() -> None:

@@ -245,13 +245,13 @@ def test_waiting_for_a_copy_that_does_not_end_ends_with_an_error(driver, root, s
 
 
 def test_only_a_stack_process_may_be_missing(root):
-    process = {"driver": "process"}
+    process, embedded = {"driver": "process"}, {"driver": "embedded"}
     for extra, fault in (
-        ({"required": False}, "required: is of a stack in a process of its own"),
+        ({**embedded, "required": False}, "required: is of a stack in a process of its own"),
         ({**process, "required": 0}, "required: must be true or false"),
-        ({"driver": "thread"}, "driver: must be one of embedded, process"),
+        ({"driver": "thread"}, "driver: must be one of process, embedded"),
     ):
         with pytest.raises(ConfigError, match=fault):
             KVTierSpec(offloading_config(stack(root, 8), extra=extra))
-    for extra in ({}, {"required": True}, process, {**process, "required": False}):
+    for extra in (embedded, {**embedded, "required": True}, process, {**process, "required": False}):
         KVTierSpec(offloading_config(stack(root, 8), extra=extra))

@@ -23,7 +23,7 @@ from kvtier.types.keys import GPU, GROUP_BYTES, OffloadKey
 from kvtier.types.namespace import Namespace
 
 DRIVER_KEY = "driver"
-DRIVERS = ("embedded", "process")
+DRIVERS = ("process", "embedded")
 REQUIRED_KEY = "required"
 SYNC_LOADS_KEY = "sync_load_budget_bytes"
 SHARED_PREFIXES_KEY = "shared_prefixes"
