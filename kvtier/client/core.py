@@ -177,8 +177,19 @@ class EngineCore:
             return [LookupResult.MISS] * len(keys)
         leased, states = request.leased, request.states
         if leased:
-            return [LookupResult.HIT if key in leased else RESULTS[states.get(key)] for key in keys]
-        return [RESULTS[state] for state in map(states.get, keys)]
+            found = [LookupResult.HIT if key in leased else RESULTS[states.get(key)] for key in keys]
+        else:
+            found = [RESULTS[state] for state in map(states.get, keys)]
+        if LookupResult.MISS in found:
+            self._look_again(states, keys, found)
+        return found
+
+    def _look_again(self, states: dict[OffloadKey, int], keys: Sequence[OffloadKey], found: list[LookupResult]) -> None:
+        """Have keys asked for anew that were nowhere when they were asked for and were stored by this engine since."""
+        for at, key in enumerate(keys):
+            if found[at] is LookupResult.MISS and self._filled.get(key) and states.get(key) == wire.MISSING:
+                del states[key]
+                found[at] = LookupResult.RETRY
 
     def storable(self, request: ClientRequest | None, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """The keys that are in no row, and on their way into none, as far as this engine was informed."""

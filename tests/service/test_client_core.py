@@ -259,3 +259,27 @@ def test_a_load_of_what_is_asked_back_goes_on_and_the_next_lease_of_its_request_
         core.begin_turn()
     assert not taken(core, wire.Drop)
     assert core.lookup(request, KEYS) == [LookupResult.HIT] * 3
+
+
+def test_what_was_stored_since_it_was_asked_for_is_asked_for_anew() -> None:
+    """As for a request that waited, or was preempted. A row that is gone by then is a miss, once for all."""
+    core = served()
+    request = core.request("r", KEYS)
+    (asked,) = taken(core, wire.Ask)
+    assert isinstance(asked, wire.Ask)
+    core.take_in([wire.Found(asked.number, bytes([wire.MISSING] * 3), Places.of([], []))])
+    assert core.lookup(request, KEYS) == [LookupResult.MISS] * 3
+    core.take_in([wire.Lent(Places.of([8, 9, 10], [1, 1, 1]))])
+    part = core.begin_store(job(JobKind.STORE))
+    assert part is not None
+    assert core.lookup(request, KEYS) == [LookupResult.MISS] * 3
+    core.take_in([wire.Ended(part.job_id, [(3, BlockStatus.STORED.value, "", 0)])])
+    assert core.lookup(request, KEYS) == [LookupResult.RETRY] * 3
+    core.ask(request, KEYS)
+    (again,) = taken(core, wire.Ask)
+    assert isinstance(again, wire.Ask)
+    assert again.keys == Keys.of(KEYS)
+    states = bytes([LEASED, wire.MISSING, LEASED])
+    core.take_in([wire.Found(again.number, states, Places.of([8, 10], [1, 1]))])
+    hit, miss = LookupResult.HIT, LookupResult.MISS
+    assert [core.lookup(request, KEYS) for _ in range(2)] == [[hit, miss, hit]] * 2
