@@ -154,6 +154,21 @@ async def test_loads_go_before_stores():
         assert tier.begun == [LOAD, LOAD, STORE]
 
 
+async def test_loads_do_not_wait_for_the_end_of_stores():
+    engine = Engine(PLAIN, 64)
+    parts, tier = stack_over_memory(engine, inflight_bytes=8 * 4096)
+    names = keys(2)
+    async with opened(parts) as stack:
+        await only_below(stack, engine, names)
+        tier.hold(STORE)
+        await store(stack, engine, whole(keys(16, start=500), 20))
+        await until(lambda: tier.moving[STORE] == 6)
+        assert statuses(await load(stack, engine, whole(names))) == ["loaded"] * 2
+        assert tier.moving[STORE] == 6
+        tier.let_go()
+        assert await stack.drain(10)
+
+
 @pytest.mark.parametrize("bound_blocks", [1, 3, 8])
 async def test_the_bytes_in_flight_stay_within_their_bound(bound_blocks):
     engine = Engine(PLAIN, 256)

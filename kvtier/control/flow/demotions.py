@@ -237,7 +237,7 @@ class Demotions:
 
     def _room(self, lower: LowerTier) -> int:
         """The number of blocks that may yet go to this tier: within its share of the rows and its own limit."""
-        room = min(lower.rows_max - lower.rows_in_flight, lower.spec.inflight_blocks - lower.stores_in_flight)
+        room = min(lower.rows_max - lower.rows_in_flight, lower.spec.store_blocks - lower.stores_in_flight)
         return min(room, lower.roots.room) if lower.roots.several else room
 
     def _give_up(self, lower: LowerTier, reason: DropReason) -> None:

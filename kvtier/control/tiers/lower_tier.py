@@ -40,10 +40,11 @@ SPEED_WEIGHT = 0.5
 class TierSpec:
     """A tier as the control plane needs it: its name and medium, what it opened with, and its limits.
 
-    `inflight_blocks` bounds blocks of transfers in flight; `timeout_seconds` is the deadline of one transfer. Where
-    transfers are not `by_root`, each may reach several roots, and a late one counts against all of them. A tier that is
-    `held_back` is not open yet: it neither loads nor stores, and `opened` says nothing of it. `probed_groups` are those
-    of which a shared tier is asked for few keys of a prefix (`ProbedTier`), in calls of more than `probed_from` keys.
+    `inflight_blocks` bounds blocks of transfers in flight, `store_blocks` those of stores among them; `timeout_seconds`
+    is the deadline of one transfer. Where transfers are not `by_root`, each may reach several roots, and a late one
+    counts against all of them. A tier that is `held_back` is not open yet: it neither loads nor stores, and `opened`
+    says nothing of it. `probed_groups` are those of which a shared tier is asked for few keys of a prefix
+    (`ProbedTier`), in calls of more than `probed_from` keys.
     `admit: predicted` keeps to `write_bytes_per_day`; a block counts as `block_bytes`. The tier keeps a token in
     `token_bytes`, with its share of each group's slots. `kind` is the tier's type, and `eviction` what its policy is
     called, for people. An owned tier retains blocks of `retained_bytes_max` at most.
@@ -70,6 +71,11 @@ class TierSpec:
     kind: str = ""
     eviction: str = ""
     retained_bytes_max: int = 0
+
+    @property
+    def store_blocks(self) -> int:
+        """Stores leave a quarter to loads, so that a load does not wait for the end of a store."""
+        return self.inflight_blocks - self.inflight_blocks // 4
 
 
 @dataclass(slots=True)
