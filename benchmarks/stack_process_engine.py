@@ -80,10 +80,12 @@ class StackTiers(Contestant):
         return self._driver
 
     def prepare(self, work: Pass, jobs: Sequence[Job]) -> float:
-        """Have what is to be loaded on the disk alone. Raises Refused where that cannot be."""
+        """Have what is to be loaded on the disk alone, or nowhere. Raises Refused where that cannot be."""
         keys = [key for job in jobs for key in keys_of(job)] if work.kind == LOAD else []
         until = time.monotonic() + PATIENCE_SECONDS
-        while above := [key for key, tier in zip(keys, self.stack.locate(keys), strict=True) if tier != "fs"]:
+        while above := [
+            key for key, tier in zip(keys, self.stack.locate(keys), strict=True) if tier not in ("fs", None)
+        ]:
             if time.monotonic() > until:
                 raise Refused(f"{len(above)} of {len(keys)} blocks are not on the disk alone")
             self.stack.hint(Demote(above))

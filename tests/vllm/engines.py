@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from support_service import peer_pid, until
+from support_service import peer_pid
 
 HERE = Path(__file__).parent
 BLOCK = 128
@@ -207,13 +207,6 @@ def stack_process(runtime: str) -> int:
     """The process that listens below this folder."""
     (path,) = Path(runtime).rglob("*.sock")
     return peer_pid(str(path))
-
-
-def end_stack_process(runtime: str) -> None:
-    """Have the process that listens below this folder write back and end."""
-    pid = stack_process(runtime)
-    os.kill(pid, signal.SIGTERM)
-    until(lambda: not Path(f"/proc/{pid}").exists(), "the stack process has ended")
 
 
 def stack(root: Path, rows: int, kind: str = "llama", capacity: str = "256MiB", **fs: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from importlib.metadata import Distribution, version
 from pathlib import Path
 from typing import Any
 
-from engines import Answer, end_stack_process, engine, run_forked
+from engines import Answer, engine, run_forked
 from families import WORDS, Row, gpu_rows, rows
 from family_page import LOGPROB_MAX, Page, Restored
 from support_changed_models import AUDIO
@@ -91,7 +91,7 @@ def measure(row: Row, folder: Path) -> Restored:
 def restore(start: partial[Any], row: Row, folder: Path) -> Iterator[tuple[str, Answer]]:
     """The answers of an engine with tiers, cold and from its CPU tier, and of new engines above one of the others.
 
-    The stack process of each has ended, and written back, before the next one begins.
+    The stack process of each ends with it, and has written back.
     """
     root, ask = folder / "root", placed(row.ask, folder)
     root.mkdir(mode=0o700)
@@ -101,11 +101,9 @@ def restore(start: partial[Any], row: Row, folder: Path) -> Iterator[tuple[str, 
             yield "cold", vllm.generate(asked(row), **ask)
             vllm.reset()
             yield "cpu", vllm.generate(asked(row), **ask)
-        end_stack_process(runtime)
         for name, tier in below.items():
             with start(stack(tier, runtime_dir=runtime), vllms_connector=False) as vllm:
                 yield name, vllm.generate(asked(row), **ask)
-            end_stack_process(runtime)
 
 
 def build(row: Row, folder: Path) -> None:

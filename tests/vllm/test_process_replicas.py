@@ -57,8 +57,9 @@ def test_data_parallel_ranks_of_a_launch_share_one_process(models, root, tmp_pat
     with engine(models["llama"], tmp_path, given, connector={"driver": "process"}, **config) as vllm:
         first = vllm.generate(prompts, rank=0)
         assert len(list(Path(short_folder).rglob("*.sock"))) == 1
-        for _ in range(5):
-            vllm.generate([prompts[0][:8]], rank=0)  # vLLM submits stores in the step after
+        until = time.monotonic() + 3.0
+        while time.monotonic() < until:  # stores wait a second for rows, and are submitted in the step after
+            vllm.generate([prompts[0][:8]], rank=0)
         second = vllm.generate(prompts, rank=1)
     assert sum(first.cached) == 0
     assert (second.tokens, second.cached) == (first.tokens, [BLOCKS * BLOCK] * len(prompts))
