@@ -255,9 +255,11 @@ class SchedulerClient:
 
     def _ask(self, items: Sequence[Callable[[int], wire.Item]], timeout_seconds: float = ANSWER_SECONDS) -> list[Any]:
         """The answers to questions, each of which is given its number. Waits; fewer answers if they do not come."""
+        return self._exchange(items, timeout_seconds) if self.core.connected else []
+
+    def _exchange(self, items: Sequence[Callable[[int], wire.Item]], timeout_seconds: float) -> list[Any]:
+        """Ask as `_ask` does, also where nothing is served any more."""
         core = self.core
-        if not core.connected:
-            return []
         numbers = [core.next_number() for _ in items]
         core.out += [make(number) for make, number in zip(items, numbers, strict=True)]
         self._await(lambda: all(map(self._is_answered, numbers)), timeout_seconds)
@@ -274,11 +276,7 @@ class SchedulerClient:
         None if there is no connection, or no answer in time.
         """
         self._reconnection.stop()
-        core = self.core
-        number = core.next_number()
-        core.out.append(wire.Leave(number))
-        self._await(lambda: number in core.answers, timeout_seconds)
-        answers: Sequence[wire.Left] = core.answers.pop(number, ())
+        answers: Sequence[wire.Left] = self._exchange([wire.Leave], timeout_seconds)
         return answers[0] if answers else None
 
     def close(self) -> None:

@@ -45,10 +45,10 @@ IDENTITY_SECONDS = 10.0
 """How long a start waits for the name of the weights, which takes as long as reading them, the first time."""
 EVICTED, RECOVERED = "kvtier_evicted_blocks_total", "kvtier_recovered_blocks"
 OPTIONAL_SECONDS = 30.0
+"""How long a start waits for workers where the stack process is not required: they have connected, or cannot."""
 CLOSE_GRACE_SECONDS = 1.0
 """What the answer of a stack process that has written back may take, beside its closing time: vLLM waits for five
 seconds in all."""
-"""How long a start waits for workers where the stack process is not required: they have connected, or cannot."""
 REACHABLE_MAX = 1 << 20
 """Blocks of a tier that are remembered as reachable, where vLLM publishes events; each takes about 120 bytes."""
 KEYS_AT_ONCE = 512

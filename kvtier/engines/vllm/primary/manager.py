@@ -259,8 +259,6 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
             self._prefills.step(context.new_req_ids, context.preempted_req_ids)
         for request_id in context.new_req_ids:
             self._end_leases(request_id)
-        for request_id in context.preempted_req_ids:
-            self._forget_answers(request_id)
         if self._scanned or self._reserved:
             self._reserve_scanned()
         if self._driver.end_step():
@@ -303,13 +301,6 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         if keys:
             request.reserve(keys)
             self._reserved[request_id] = request
-
-    def _forget_answers(self, request_id: str) -> None:
-        """A request that was preempted looks its keys up anew: by now they may be stored."""
-        self._reserved.pop(request_id, None)
-        state = self._requests.get(request_id)
-        if state is not None and state.request is not None:
-            state.request.release()
 
     def _end_leases(self, request_id: str) -> None:
         if request_id in self._reserved:
