@@ -13,11 +13,13 @@ from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, ParamSpec, TypeVar
+from unittest import mock
 
 import aiofiles
 
 from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.aio.process_lock import keep_from_children, share_with_children
+from kvtier.stack import assembly
 from kvtier.tier import shared_epoch
 from simulator.syscalls import Killed, SimulatedSystem
 
@@ -114,6 +116,21 @@ _MODULES: dict[int, str] = {
     id(share_with_children): "unforked",
 }
 _FUNCTIONS = ("fallocate", "rename_new", "filesystem_magic", "statx_direct")
+
+
+@contextmanager
+def without_threads_on_disk() -> Iterator[None]:
+    """Leave out what threads of a stack do on disks that are not simulated, until the block ends.
+
+    What policies learn is not kept, and the folders of tiers are not compared: simulated ones are distinct.
+    """
+
+    async def compare_nothing(*_: object) -> None:
+        return
+
+    with mock.patch.multiple(assembly, model_files=lambda *_: None, check_folders=compare_nothing):
+        yield
+
 
 Opening = tuple[dict[str, Any], str, str]
 """A module's names, one of them, and what stands in for it."""

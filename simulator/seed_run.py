@@ -11,11 +11,9 @@ from dataclasses import dataclass
 from functools import partial
 from random import Random
 from types import SimpleNamespace
-from unittest import mock
 
 from kvtier.errors import KVTierError
 from kvtier.options import TierOptions
-from kvtier.stack import assembly
 from kvtier.stack.assembly import StackParts
 from kvtier.stack.tier_stack import TierStack
 from kvtier.tier.contract import LoadStore
@@ -27,7 +25,7 @@ from simulator.engine import KnownOffsets, SimulatedEngine
 from simulator.fault_profile import FaultProfile, draw_fault_profile
 from simulator.loop import VirtualLoop
 from simulator.oracle import Oracle, SeedRecord
-from simulator.patching import Opening, openings, patched_modules
+from simulator.patching import Opening, openings, patched_modules, without_threads_on_disk
 from simulator.process import ProcessEnvironment, SimulatedProcess
 from simulator.seed_plan import GPU_BLOCKS, Ending, SeedPlan, draw_seed_plan, with_hints, with_requests
 from simulator.syscalls import SimulatedSystem
@@ -137,11 +135,7 @@ class SeedRun:
         oracle = Oracle(self.record, loop)
         self._set_clock(system)
         oracle.note(f"a process begins that ends with {ending}; {fault_profile}")
-        # What policies learn is not kept: a thread of its own writes that to a disk that is not simulated.
-        unkept = mock.patch.object(assembly, "model_files", return_value=None)
-        # A thread compares the folders as they are on a disk; simulated ones are distinct.
-        distinct = mock.patch.object(assembly, "check_folders")
-        with unkept, distinct, patched_modules(self.simulator.openings(), system):
+        with without_threads_on_disk(), patched_modules(self.simulator.openings(), system):
             host = _ProcessHost(self, system, oracle)
             process = host.start(fault_profile, faultless)
             self.disks.land_orphans(rng, loop.outside)

@@ -14,11 +14,11 @@ from kvtier.errors import IntegrityError, KVTierError, UsageError
 from kvtier.service.pool import Pool
 from kvtier.service.session import Session
 from kvtier.service.wire import FROM_ENGINE, FROM_WORKER, TO_ENGINE, TO_WORKER, Breach, Hello, Ready, WireError
-from kvtier.stack import assembly
 from kvtier.stack.assembly import StackParts
 from kvtier.testing.memory import MemoryOptions, MemoryStorage
 from kvtier.types.namespace import Namespace
 from simulator.loop import VirtualLoop
+from simulator.patching import without_threads_on_disk
 from simulator.seed_run import SeedOutcome
 from simulator.service.engine import SimulatedEngineLife
 from simulator.service.plan import ServicePlan, draw_service_plan
@@ -288,9 +288,7 @@ class ServiceWorld:
         """Run the seed."""
         oracle = self.oracle
         oracle.note(f"seed {self.seed}: {self.plan}")
-        unkept = mock.patch.object(assembly, "model_files", return_value=None)
-        threads = mock.patch.object(asyncio, "to_thread", self._to_thread)
-        with unkept, threads, mock.patch.object(assembly, "check_folders"):
+        with without_threads_on_disk(), mock.patch.object(asyncio, "to_thread", self._to_thread):
             try:
                 ended = self.loop.run(self._main())
             except KVTierError as error:
