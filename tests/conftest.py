@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import itertools
 import os
 import random
 import shutil
@@ -59,18 +60,34 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("long" if "long" in asked_for(config) else "normal")
 
 
+TESTS_UNTIL_SET_ASIDE = 20
+_tests = itertools.count(1)
+
+
+def set_aside() -> None:
+    """Exclude what is there between two tests from later searches for lost objects: modules and libraries stay to the
+    end, and each search would walk them, up to a quarter of a second at a time."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Set what is collected, with all that it imports, aside: it stays to the end, and each search for lost objects
-    would walk it, a quarter of a second at a time."""
     gc.disable()
     try:
         found = yield
     finally:
         gc.enable()
-    gc.collect()
-    gc.freeze()
+    set_aside()
     return found
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Generator[None, object, object]:
+    ran = yield
+    if not next(_tests) % TESTS_UNTIL_SET_ASIDE:
+        set_aside()
+    return ran
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by markers

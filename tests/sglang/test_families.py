@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from families import FAMILIES, SGLANG, VOCABULARY
-from family_models import save
 from family_page import LOGPROB_MAX
 from support_sglang import PAGE_TOKENS, Answer, Server, server
 from test_serving import backed_up, keys
@@ -36,6 +35,8 @@ def check_restored(computed: list[Answer], found: list[Answer]) -> None:
 
 @pytest.mark.parametrize("name", SGLANG)
 def test_a_family_comes_back_from_the_disk(name: str, tmp_path: Path):
+    from family_models import save  # here, because it imports torch and transformers
+
     save(FAMILIES[name], tmp_path / "model")
     asked = [new_tokens(length, length) for length in LENGTHS]
     changed = [new_tokens(0, length // 2) + one[length // 2 :] for length, one in zip(LENGTHS, asked, strict=True)]
