@@ -7,6 +7,7 @@ import select
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from kvtier.client.connection import Connected, Identity, Participant, connect, unconnected
@@ -269,14 +270,14 @@ class SchedulerClient:
         answers: Sequence[Any] = self.core.answers.get(number, ())
         return bool(answers) and getattr(answers[-1], "last", True)
 
-    def say_goodbye(self, timeout_seconds: float) -> wire.Left | None:
+    def say_goodbye(self, timeout_seconds: float, distrust: str = "") -> wire.Left | None:
         """Leave for good, also after a worker has. A private process that serves no other engine has written back when
-        its answer comes.
+        its answer comes. `distrust`: the reason why nothing that this engine stored may be found any more.
 
         None if there is no connection, or no answer in time.
         """
         self._reconnection.stop()
-        answers: Sequence[wire.Left] = self._exchange([wire.Leave], timeout_seconds)
+        answers: Sequence[wire.Left] = self._exchange([partial(wire.Leave, distrust=distrust)], timeout_seconds)
         return answers[0] if answers else None
 
     def close(self) -> None:

@@ -399,7 +399,19 @@ class Pool(TierStack):
         """All workers have reported a fill."""
         self._ends.end(list(zip(copy.rows, copy.generations, strict=True)), copy.errors)
 
-    def begin_reset(self, session: Session) -> None:
+    @guard_step
+    def distrust(self, session: Session, reason: str) -> asyncio.Future[object]:
+        """Reset, and hold the lower tiers back, for an engine that leaves. Returns what ends once that is durable.
+
+        Raises UsageError for a reason that is not one short line.
+        """
+        with self._one_step():
+            durable = self.begin_reset(session)
+            self.hold_back(session, reason)
+        self._carry_out()
+        return durable
+
+    def begin_reset(self, session: Session) -> asyncio.Future[object]:
         """Reset as `TierStack.reset` does. The sessions know at once; `ResetDone` follows when it is durable."""
         super()._carry_out()  # before: what was decided in the epoch that ends
         make_durable = self._begin_reset()
@@ -407,6 +419,7 @@ class Pool(TierStack):
             each.on_reset(each is session, self._clock())
         durable = asyncio.ensure_future(make_durable())
         durable.add_done_callback(partial(self._on_reset_done, session))
+        return durable
 
     @guard_step
     def _on_reset_done(self, session: Session, ended: asyncio.Future[object]) -> None:

@@ -47,10 +47,13 @@ class AskEvents(Item, tag=24, frozen=True):
 class Leave(Item, tag=25, frozen=True):
     """The engine is about to close its connections, and no copy of it is in flight.
 
-    A private process that serves no other one writes back and closes its tiers first, and ends.
+    A private process that serves no other one writes back and closes its tiers first, and ends. `distrust`: the reason
+    why what this engine stored may have the name of other weights. Then it is reset before, and lower tiers are held
+    back; also where a worker has left and ended the session.
     """
 
     number: int
+    distrust: str = ""
 
 
 class Located(Item, tag=44, frozen=True):

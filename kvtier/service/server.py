@@ -406,11 +406,11 @@ class StackServer:
         if type(first) is Hello:
             (self.pool.on_scheduler if peer.worker is None else self.pool.on_worker)(session, first)
         elif peer.worker is None:
-            if type(items[-1]) is wire.Leave:
-                self._on_leave(peer.engine, items[-1])
-                items = items[:-1]
+            leave = items[-1] if type(items[-1]) is wire.Leave else None
             if not session.lost:
-                self.pool.handle(session, items)
+                self.pool.handle(session, items if leave is None else items[:-1])
+            if leave is not None:
+                self._on_leave(peer.engine, leave)
         else:
             if type(items[-1]) is wire.Quiet:
                 peer.quiet, items = True, items[:-1]
@@ -429,6 +429,13 @@ class StackServer:
             self._stop_watching(engine, pidfd)
 
     def _on_leave(self, engine: Engine, item: wire.Leave) -> None:
+        if item.distrust:
+            durable = self.pool.distrust(engine.session, item.distrust)
+            durable.add_done_callback(lambda _: self._let_leave(engine, item))
+        else:
+            self._let_leave(engine, item)
+
+    def _let_leave(self, engine: Engine, item: wire.Leave) -> None:
         engine.leaves = item.number
         self._changed.set()
         if not self.ends_with_engines:

@@ -53,7 +53,7 @@ class SessionHost(PoolState, Protocol):
     def join(self, session: Session, manifest: bytes) -> None:
         """`on_joined` follows. Raises WireError for a manifest that is none."""
 
-    def begin_reset(self, session: Session) -> None:
+    def begin_reset(self, session: Session) -> object:
         """`on_reset` of all sessions follows at once, `on_reset_done` of this one later."""
 
     def hold_back(self, session: Session, reason: str) -> None:

@@ -259,14 +259,14 @@ class CountedPool:
         self._begin = server.pool.begin_reset
         server.pool.begin_reset = self.begin_reset  # type: ignore[method-assign]
 
-    def begin_reset(self, session: Session) -> None:
+    def begin_reset(self, session: Session) -> asyncio.Future[object]:
         """Count what is reachable, then reset."""
         server = self._server
         token = next(token for token, engine in server.engines.items() if engine.session is session)
         server.count_void(session)
         for number in session._resets:
             server.world.own_resets[token, number] = server.world.oracle.resets
-        self._begin(session)
+        return self._begin(session)
 
 
 class ServiceWorld:

@@ -212,8 +212,6 @@ def test_what_cannot_be_read_is_said_once_and_unknown(driver, root, seed, monkey
 def test_when_samples_of_the_files_were_wrong_all_is_reset_and_the_disk_held_back(
     driver, root, seed, tmp_path, caplog, idle
 ):
-    if driver.is_process and idle:
-        pytest.skip("an engine without another step sends its stack process nothing: what it has stored stays")
     file = tmp_path / "model.safetensors"
     file.write_bytes(b"other weights")
     with engine(root, seed) as vllm:

@@ -231,11 +231,16 @@ class ClientDriver:
             self._question = 0
             self._hold_back(REPLACED[Verdict.CHANGED])
             return True
-        if not self._held_back and (reason := self._naming.refutation()):
+        if reason := self._refutation():
             core.reset()
-            self._hold_back(f"the weights are not those that samples of them showed: {reason}")
+            self._hold_back(reason)
             return True
         return False
+
+    def _refutation(self) -> str:
+        """The reason to distrust what was stored where samples of the weights were wrong; empty once that was done."""
+        reason = "" if self._held_back else self._naming.refutation()
+        return reason and f"the weights are not those that samples of them showed: {reason}"
 
     def _take_in_events(self) -> None:
         """Take in events; once the connection has ended, nothing that they named is reachable any more."""
@@ -399,8 +404,9 @@ class ClientDriver:
 
     def close(self) -> None:
         """Leave. A private stack process that serves no other engine writes back and ends before, if there is time."""
+        reason = self._refutation()  # an idle engine has taken no step since
         self._naming.close()
-        left = self.client.say_goodbye(self._close_seconds)
+        left = self.client.say_goodbye(self._close_seconds, reason)
         if left is not None and left.dropped:
             _log.warning("closed: %d blocks were dropped", left.dropped)
         self.client.close()
