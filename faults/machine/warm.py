@@ -149,6 +149,7 @@ def main(fd: int) -> None:
     """Import what programs need, and fork one for each request that comes."""
     for name in _LOADED:
         importlib.import_module(name)
+    sys.modules["faults.suite"].all_attacks()
     gc.collect()
     gc.freeze()  # each child would walk these objects at its end, and copy their pages
     _here.is_warm = True
