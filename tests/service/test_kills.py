@@ -18,6 +18,7 @@ from support_served import Served, served
 from support_service import TestEngine, block_keys, on_disk, stack_process, stack_text, until
 from support_victims import NUMBERS, RUN, Victims, victims
 
+from kvtier.service import server
 from kvtier.types.jobs import JobKind
 
 STORE, LOAD = JobKind.STORE, JobKind.LOAD
@@ -62,25 +63,43 @@ def loads_right(witness: TestEngine, rng: random.Random, counts: Counter[str]) -
 
 @pytest.mark.parametrize("strikes", [None, pytest.param(1000, marks=pytest.mark.long)])
 def test_killed_engines_leave_right_bytes_and_no_row_behind(
-    strikes: int | None, tmp_path: Path, seed: int, dial: Callable[[int, int], int], capsys: pytest.CaptureFixture[str]
+    strikes: int | None,
+    tmp_path: Path,
+    seed: int,
+    dial: Callable[[int, int], int],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Engines and workers are killed, at least half of them with something open."""
-    kill_engines(strikes or dial(60, 10), KINDS, tmp_path, random.Random(seed), capsys)
+    kill_engines(strikes or dial(60, 10), KINDS, tmp_path, random.Random(seed), capsys, monkeypatch)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.timeout(600)
 def test_engines_killed_while_they_copy_on_a_device_leave_right_bytes(
-    tmp_path: Path, seed: int, dial: Callable[[int, int], int], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    seed: int,
+    dial: Callable[[int, int], int],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    kill_engines(dial(100, 20), ("cuda",), tmp_path, random.Random(seed), capsys)
+    kill_engines(dial(100, 20), ("cuda",), tmp_path, random.Random(seed), capsys, monkeypatch)
 
 
 def kill_engines(
-    strikes: int, kinds: Sequence[str], tmp_path: Path, rng: random.Random, capsys: pytest.CaptureFixture[str]
+    strikes: int,
+    kinds: Sequence[str],
+    tmp_path: Path,
+    rng: random.Random,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Kill engines one after another beside one that lives. After each strike rows are back, and bytes are right."""
+    """Kill engines one after another beside one that lives. After each strike rows are back, and bytes are right.
+
+    Engines come faster than a stack process lets them connect in the long run (four a second).
+    """
+    monkeypatch.setattr(server, "GREETINGS_PER_SECOND", 1000.0)
     counts, opens, took = Counter[str](), Counter[str](), list[float]()
     stack = stack_text(ROWS, tmp_path / "root")
     with served(tmp_path, stack) as service, TestEngine(service.path) as witness:
