@@ -23,8 +23,9 @@ from kvtier.control.tiers.slot_table import RETIRED
 from kvtier.types.jobs import MISSING, DropReason, dropped
 from kvtier.types.keys import OffloadKey
 
-NEVER = 1 << 62
+NEVER = 1 << 120
 """An age that no request reaches."""
+TIE_BITS, OWNERS_MAX = 40, 256
 
 
 class Ages(list[int]):
@@ -48,12 +49,31 @@ class Ages(list[int]):
         return self[at] if at < len(self) else NEVER
 
 
+class FairAges:
+    """Ages of requests, each once: start tags of start-time fair queuing (Goyal, Vin and Cheng, 1996), in rows.
+
+    An age is `now`, the age of the last reservation that was served, or the end of its owner's last one, if later.
+    """
+
+    def __init__(self) -> None:
+        self.now = self._number = 0
+        self._ends: dict[int, int] = {}
+
+    def next(self, owner: int = 0, rows: int = 0) -> int:
+        """The age of a new request of an owner for so many rows."""
+        self._number += 1
+        start = max(self.now, self._ends.get(owner, 0))
+        self._ends[owner] = start + rows
+        if len(self._ends) > OWNERS_MAX:
+            self._ends = {each: end for each, end in self._ends.items() if end > self.now}
+        return start << TIE_BITS | self._number
+
+
 class WaitingLoads:
     """Loads that lack blocks of which no transfer is under way: those that are due, and those that wait.
 
-    A load waits for room in the tier that has its next block, in one root of it, or for transfers of its own
-    (`LoadRequest.full`). It is due again when there is room, when something became of that block (`AwaitedKeys`), when
-    the health of any tier changed, and on `add`, which follows the end of its transfers.
+    A load waits for room in the tier (or root) of its next block, or for transfers of its own (`LoadRequest.full`). It
+    is due again when there is room, when that block changed (`AwaitedKeys`) or the health of any tier, and on `add`.
     """
 
     def __init__(self, promotions: Promotions) -> None:
@@ -126,8 +146,8 @@ class WaitingLoads:
 class RowAdmission:
     """All requests that want rows. `wake_at` is when the next patience ends, infinite if no request is patient.
 
-    A step looks at those alone for which something may have changed: loads that are due (`WaitingLoads`), the oldest
-    reservation that is not served, and those of which a fill ended up to the first that still wants more.
+    A step looks at loads that are due (`WaitingLoads`), at the oldest reservation that is not served, and at those of
+    which a fill ended, up to the first that still wants more.
     """
 
     def __init__(
@@ -135,6 +155,7 @@ class RowAdmission:
     ) -> None:
         self.control = control
         self.wake_at = math.inf
+        self.ages = FairAges()
         self._demotions = demotions
         self._reservations = reservations
         self._patience_seconds = patience_seconds
@@ -149,7 +170,7 @@ class RowAdmission:
     # -- requests -----------------------------------------------------------------------------------------------
 
     def add(self, request: LoadRequest | Reservation) -> None:
-        """A request joins as the youngest, or is back at its own age: it lacks blocks again."""
+        """A request joins, or is back: it lacks blocks again."""
         age = request.age
         self._requests[age] = request
         if isinstance(request, Reservation):
@@ -327,6 +348,7 @@ class RowAdmission:
     def complete(self, reservation: Reservation, now: float) -> None:
         """A reservation that is served leaves; from now on its lease runs."""
         if reservation.served:
+            self.ages.now = max(self.ages.now, reservation.age >> TIE_BITS)
             self._reservations.lease(reservation, now)
             self.remove(reservation)
 

@@ -151,7 +151,7 @@ class Leasing:
                     break
                 waiting.count = max(0, room)
             name = RequestId(f"{self._number}:{waiting.number}")
-            waiting.reservation = self._pool.plane.reserve(name, waiting.keys[: waiting.count], now)
+            waiting.reservation = self._pool.plane.reserve(name, waiting.keys[: waiting.count], now, self._number)
             self.reserving += waiting.count
             del self._to_begin[waiting.number]
             begun += 1

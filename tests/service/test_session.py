@@ -401,6 +401,28 @@ async def test_a_greedy_engine_leaves_a_modest_one_its_share(rows):
         assert (quotas.found, quotas.lent, quotas.engines) == (0, 0, 0)
 
 
+async def test_engines_that_reserve_more_rows_than_there_are_take_turns():
+    """In order of arrival the last engine, with one request, would be served after 23 requests of the others."""
+    async with pool_world(rows=64, lower=512, reservation_seconds=60.0) as world:
+        engines = [await world.engine(rows=1) for _ in range(4)]
+        for number in range(400):
+            assert await engines[0].store(number) == [(1, STORED, "", 0)]
+        for at, engine in enumerate(engines):
+            for number in range(8 if engine is not engines[3] else 1):
+                first = 64 * at + 4 * number
+                engine.send(wire.Reserve(f"r{number}", number + 1, Keys.of(names(*range(first, first + 4)))))
+        served = list[int]()
+        while len(served) < 25:
+            await asyncio.sleep(0)
+            for at, engine in enumerate(engines):
+                for found in engine.take(wire.Found):
+                    served.append(at)
+                    engine.send(wire.Drop(f"r{found.number - 1}"))
+        assert sorted(served) == [*[0] * 8, *[1] * 8, *[2] * 8, 3]
+        assert served.index(3) < 12
+        assert set(served[:12]) == {0, 1, 2, 3}
+
+
 async def test_a_request_beyond_the_bound_is_cut_at_once_where_nothing_will_come_back():
     async with pool_world(rows=16, lower=64, reservation_seconds=3600.0) as world:
         engine = await world.engine(rows=2)

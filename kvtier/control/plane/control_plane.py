@@ -6,7 +6,6 @@ take what there is to do, and what has ended, with `collect`.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from heapq import heapify, heappop, heappush
@@ -170,7 +169,6 @@ class ControlPlane(Recipient):
         self.reservations = Reservations(self._promotions, settings.reservation_seconds, settings.lease_seconds)
         self.hints = Hints(self.control, self._demotions, self._promotions, settings)
         self._admission = RowAdmission(self.control, self._demotions, self.reservations, settings.patience_seconds)
-        self._ages = itertools.count(1)
         self._open = OpenJobs()
         self._pumped_at = self._tick_at = -math.inf
         self._patience_seconds = settings.patience_seconds
@@ -220,7 +218,7 @@ class ControlPlane(Recipient):
             if job.kind is JobKind.LOAD and self.hints.is_used:
                 self.hints.on_load(group.keys)
         if job.kind is JobKind.LOAD:
-            load = LoadRequest(self._promotions, job, now, next(self._ages))
+            load = LoadRequest(self._promotions, job, now, self._admission.ages.next())
             self._open.add(load)
             reservation = None if request_id is None else self.reservations.by_request.get(request_id)
             if reservation is not None:
@@ -230,7 +228,7 @@ class ControlPlane(Recipient):
             if request_id is not None:
                 self.end_request(request_id, now)
         else:
-            store = StoreRequest(self._demotions, self._factor, job, now, next(self._ages))
+            store = StoreRequest(self._demotions, self._factor, job, now, self._admission.ages.next())
             self._open.add(store)
             if self._demotions.closing:
                 store.stop(dropped(DropReason.CLOSING))
@@ -296,7 +294,7 @@ class ControlPlane(Recipient):
         blocks = self.control.group_blocks[JobKind.STORE]
         for group in job.gpu_groups:
             blocks[group.group] += len(group.keys)
-        store = LentStore(self._demotions, self._factor, job, now, next(self._ages))
+        store = LentStore(self._demotions, self._factor, job, now, self._admission.ages.next())
         self._open.add(store)
         store.advance(now)
         if self._demotions.closing:
@@ -308,11 +306,11 @@ class ControlPlane(Recipient):
         self._open.stop(job_id, CANCELLED)
         self.pump(now)
 
-    def reserve(self, request_id: RequestId, keys: Sequence[OffloadKey], now: float) -> Reservation:
-        """Bring keys into rows and lease them to a request. Pump afterwards. May be called again with more keys."""
+    def reserve(self, request_id: RequestId, keys: Sequence[OffloadKey], now: float, owner: int = 0) -> Reservation:
+        """Bring keys into rows and lease them to a request; owners take turns by rows (`FairAges`). Pump afterwards."""
         if now >= self._tick_at:
             self._tick(now)
-        reservation = self.reservations.extend(request_id, keys, next(self._ages))
+        reservation = self.reservations.extend(request_id, keys, self._admission.ages.next(owner, len(keys)))
         self._admission.add(reservation)
         self._admission.serve(now)
         return reservation
