@@ -70,7 +70,7 @@ class Engine:
     `earlier` sessions have lost their connections. Each ends when all processes have exited, or when all workers have
     connected again and are `Ready`: those that are, are with it. `pidfds` are watched: of the connected processes, and
     of those in `left`, workers by number that have disconnected and may still copy. `leaves`: the number of its
-    `Leave`, which it waits for.
+    `Leave`, which it waits for. `distrusted`: what was stored is being reset, as that asked for.
     """
 
     def __init__(self, session: Session, hello: Hello) -> None:
@@ -83,6 +83,7 @@ class Engine:
         self.left: dict[int, set[int]] = {}
         self.earlier: dict[Session, set[int]] = {}
         self.leaves: int | None = None
+        self.distrusted = False
 
     def has(self, hello: Hello) -> bool:
         """True if another process is connected as this one."""
@@ -429,7 +430,10 @@ class StackServer:
             self._stop_watching(engine, pidfd)
 
     def _on_leave(self, engine: Engine, item: wire.Leave) -> None:
+        if engine.leaves is not None or engine.distrusted:
+            raise Breach("an engine leaves twice")
         if item.distrust:
+            engine.distrusted = True
             durable = self.pool.distrust(engine.session, item.distrust)
             durable.add_done_callback(lambda _: self._let_leave(engine, item))
         else:

@@ -317,3 +317,40 @@ def test_a_greeting_that_is_none_ends_its_connection_alone(message: bytes, tmp_p
             with suppress(ConnectionResetError):
                 assert sock.recv(1) == b""
         assert engine.look(range(4)) == [LookupResult.HIT] * 4
+
+
+def test_an_engine_that_leaves_with_wrong_names_takes_all_blocks_along_and_the_others_go_on(tmp_path):
+    with (
+        served(tmp_path, stack_text(256, tmp_path / "root")) as service,
+        TestEngine(service.path) as wrong,
+        TestEngine(service.path) as other,
+    ):
+        assert wrong.store(range(16)) == ["stored"] * 16
+        assert other.load(range(16)) == ["hit"] * 16
+        assert wrong.client.say_goodbye(10.0, "its weights are others") is not None
+        assert other.load(range(16), "again") == ["missing"] * 16
+        assert other.store(range(16, 32)) == ["stored"] * 16
+        assert other.load(range(16, 32), "own") == ["hit"] * 16
+
+
+def test_after_an_engine_left_with_wrong_names_the_next_one_finds_none_and_uses_the_disk(tmp_path, caplog):
+    with served(tmp_path, stack_text(256, tmp_path / "root")) as service:
+        with TestEngine(service.path) as wrong:
+            assert wrong.store(range(16)) == ["stored"] * 16
+            assert wrong.client.say_goodbye(10.0, "its weights are others") is not None
+            assert any("its weights are others" in line for line in caplog.messages)
+        until(lambda: not service.engines, "it has gone")
+        with TestEngine(service.path) as engine:
+            assert engine.load(range(16)) == ["missing"] * 16
+            assert engine.store(range(16)) == ["stored"] * 16
+            lowers = service.server.pool._opened().plane.control.lowers
+            until(lambda: service.run(lambda: len(lowers[0].owned.directory)) == 16, "the disk has them")
+
+
+def test_an_engine_that_leaves_twice_with_wrong_names_is_disconnected_and_resets_once(tmp_path):
+    with served(tmp_path) as service, TestEngine(service.path) as wrong, TestEngine(service.path) as other:
+        resets = service.server.pool.plane.control.resets
+        wrong.client.core.out += [wire.Leave(1, "others"), wire.Leave(2, "others")]
+        wrong.step_until(lambda: not wrong.client.core.connected, "it is disconnected")
+        assert service.run(lambda: service.server.pool.plane.control.resets) <= resets + 1
+        assert other.store(range(8)) == ["stored"] * 8
