@@ -160,21 +160,22 @@ def engine(
     environment: dict[str, str] | None = None,
     **config: Any,
 ) -> Iterator[Engine]:
-    """An engine on `model`; with kvtier when a stack is given. `connector` goes into kv_connector_extra_config.
+    """An engine on `model`; with kvtier when a stack or `connector` is given, which goes into
+    kv_connector_extra_config.
 
     The connector is vLLM's own, unless `vllms_connector` is false. The stack is embedded, unless `connector` has
     another driver: what was stored is on the disk alone once the engine has ended.
     """
     connector, theirs = config.pop("connector", {}), config.pop("vllms_connector", True)
     settings: dict[str, Any] = {"model": str(model), "max_model_len": 12288, "disable_log_stats": False, **config}
-    if stack is not None:
+    if stack is not None or connector:
         settings["kv_transfer_config"] = {
             **({"kv_connector": "OffloadingConnector"} if theirs else OURS),
             "kv_role": "kv_both",
             "kv_connector_extra_config": {
                 "spec_name": "KVTierSpec",
                 "spec_module_path": "kvtier.engines.vllm",
-                "stack": stack,
+                **({} if stack is None else {"stack": stack}),
                 "driver": "embedded",
                 **connector,
             },

@@ -246,12 +246,13 @@ def test_private_rows_serve_as_named_ones_do_also_over_a_reset_and_a_restart(roo
             assert_stored_and_served(engine, [-1, -2, -3])
 
 
-def test_a_worker_without_a_backend_leaves_no_thread(root, seed, monkeypatch):
+def test_a_worker_that_cannot_open_leaves_no_thread(root, seed, monkeypatch):
     def missing(*_: object) -> None:
-        raise ConfigError("no backend")
+        raise ConfigError("no models")
 
-    monkeypatch.setattr(worker, "build_tiers", missing)
-    with pytest.raises(ConfigError, match="no backend"):
+    monkeypatch.setattr(worker, "worker_layout", lambda layout, refs: layout)
+    monkeypatch.setattr(worker, "loaded_models", missing)
+    with pytest.raises(ConfigError, match="no models"):
         KVTierSpec(offloading_config(stack(root, 8))).get_worker(CanonicalKVCaches([], []))
     assert not [thread for thread in threading.enumerate() if thread.name == "kvtier-worker" and thread.is_alive()]
 

@@ -250,6 +250,10 @@ def test_only_a_stack_process_may_be_missing(root):
         ({**embedded, "required": False}, "required: is of a stack in a process of its own"),
         ({**process, "required": 0}, "required: must be true or false"),
         ({"driver": "thread"}, "driver: must be one of process, embedded"),
+        ({**embedded, "service": "/run/kvtier"}, "service: is a stack in a process of its own"),
+        ({**process, "service": "kvtier.sock"}, "service: must be the absolute path"),
+        ({**process, "service": ""}, "service: must be the absolute path"),
+        ({**process, "service": "/" + "a" * 107}, "service: must be a path of at most 107 bytes"),
     ):
         with pytest.raises(ConfigError, match=fault):
             KVTierSpec(offloading_config(stack(root, 8), extra=extra))

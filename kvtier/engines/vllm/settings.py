@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,8 +10,8 @@ import yaml
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvtier.client.connection import Identity
-from kvtier.client.private import PrivateStack
-from kvtier.config import StackConfig, load_stack, parse_stack
+from kvtier.client.private import PATH_BYTES_MAX, PrivateStack
+from kvtier.config import StackConfig, StackOptions, load_stack, parse_stack
 from kvtier.engines.engine_memory.options import RESTART_SECONDS
 from kvtier.engines.engine_release import UNTESTED_KEY
 from kvtier.engines.vllm.compat import LOGGER, engine_version, expedites_loads
@@ -25,6 +26,7 @@ from kvtier.types.namespace import Namespace
 DRIVER_KEY = "driver"
 DRIVERS = ("process", "embedded")
 REQUIRED_KEY = "required"
+SERVICE_KEY = "service"
 SYNC_LOADS_KEY = "sync_load_budget_bytes"
 SHARED_PREFIXES_KEY = "shared_prefixes"
 KEYS = frozenset(
@@ -32,6 +34,7 @@ KEYS = frozenset(
         "stack",
         DRIVER_KEY,
         REQUIRED_KEY,
+        SERVICE_KEY,
         UNTESTED_KEY,
         "spec_name",
         "spec_module_path",
@@ -78,10 +81,11 @@ class EnginePlan:
     `gpu` are the options of the tier in each of vLLM's workers. It has a lane for urgent copies if vLLM waits for some
     loads within a step, up to its `sync_load_budget_bytes`. `keeps_blocks` is False where blocks are of no use. `lines`
     are for the log at start. `in_process`: the stack is in the scheduler's process, not in one of its own; `required`:
-    the engine does not start without that.
+    the engine does not start without that. `service`: the socket of a stack process that others started; `stack` then
+    has what concerns an engine alone.
     """
 
-    stack: StackConfig
+    stack: StackOptions
     namespace: Namespace
     engine_id: str
     group_ids: tuple[int, ...]
@@ -90,6 +94,13 @@ class EnginePlan:
     lines: tuple[str, ...] = ()
     in_process: bool = True
     required: bool = True
+    service: str = ""
+
+    @property
+    def whole(self) -> StackConfig:
+        """The stack, of an engine that brings it."""
+        assert isinstance(self.stack, StackConfig)
+        return self.stack
 
 
 def engine_plan(config: OffloadingConfig) -> EnginePlan:
@@ -99,17 +110,20 @@ def engine_plan(config: OffloadingConfig) -> EnginePlan:
     name.
     """
     _check_parallel(config)
-    described = _stack_config(config)
     known = engine_config(config.engine_id)
     in_process = _driver(config.extra_config) == "embedded"
-    stack = _for_engine(described, *(engine_share(config.parallel, known) if in_process else (0, 1)))
+    service = _service(config.extra_config, in_process)
+    described = None if service and "stack" not in config.extra_config else _stack_config(config)
+    stack = StackOptions(close_timeout_seconds=CLOSE_SECONDS)
+    if described is not None:
+        stack = _for_engine(described, *(engine_share(config.parallel, known) if in_process else (0, 1)))
     group_ids = tuple(group.group_id for group in config.groups)
     gpu = _gpu_options(described).with_known(urgent_lane=_loads_in_step(config.extra_config))
     named = namespace(config, stack.namespace)
     keeps = continues_after_prefix(known)
     lines = tuple(start_lines(config, known, keeps))
     required = _is_required(config.extra_config, in_process)
-    return EnginePlan(stack, named, config.engine_id, group_ids, gpu, keeps, lines, in_process, required)
+    return EnginePlan(stack, named, config.engine_id, group_ids, gpu, keeps, lines, in_process, required, service)
 
 
 def _driver(extra: Mapping[str, Any]) -> str:
@@ -129,14 +143,28 @@ def _is_required(extra: Mapping[str, Any], in_process: bool) -> bool:
     return required
 
 
+def _service(extra: Mapping[str, Any], in_process: bool) -> str:
+    """The socket of a `kvtier serve`; empty for a private stack process. Raises ConfigError for another value."""
+    service = extra.get(SERVICE_KEY, "")
+    if not isinstance(service, str) or (SERVICE_KEY in extra and not os.path.isabs(service)):
+        raise ConfigError("must be the absolute path of the socket of a kvtier serve", SERVICE_KEY)
+    if len(os.fsencode(service)) > PATH_BYTES_MAX:
+        raise ConfigError(f"must be a path of at most {PATH_BYTES_MAX} bytes, as sockets have", SERVICE_KEY)
+    if in_process and service:
+        raise ConfigError(f"is a stack in a process of its own: {DRIVER_KEY}: process", SERVICE_KEY)
+    return service
+
+
 def engine_identity(plan: EnginePlan) -> Identity:
-    """The engine at its private stack process, which is started unless it is there.
+    """The engine at a service, or at its private stack process, which is started unless it is there.
 
     Raises ConfigError if it cannot be started and is required.
     """
+    if plan.service:
+        return Identity(plan.service, plan.namespace, plan.engine_id, plan.engine_id)
     private = None
     try:
-        private = PrivateStack(plan.stack.model_dump_json(exclude_unset=True), plan.stack.runtime_dir)
+        private = PrivateStack(plan.whole.model_dump_json(exclude_unset=True), plan.stack.runtime_dir)
         private.start()
     except ConfigError as error:
         if plan.required:
@@ -146,10 +174,10 @@ def engine_identity(plan: EnginePlan) -> Identity:
     return Identity(path, plan.namespace, plan.engine_id, plan.engine_id, private)
 
 
-def _gpu_options(described: StackConfig) -> TierOptions:
-    """The options of a stack's gpu tier, or the defaults for a stack that names none."""
+def _gpu_options(described: StackConfig | None) -> TierOptions:
+    """The options of a stack's gpu tier, or the defaults where none is named."""
     backends = discover()
-    for options in described.tiers:
+    for options in () if described is None else described.tiers:
         if backends.get(options.type).medium == GPU:
             return options
     return backends.get("gpu").Options(type="gpu")
@@ -168,7 +196,7 @@ def _stack_config(config: OffloadingConfig) -> StackConfig:
     elif isinstance(stack, Mapping):
         described = parse_stack(yaml.safe_dump(dict(stack)))
     else:
-        raise ConfigError("is required: the path of a stack file, or its content as a mapping", "stack")
+        raise ConfigError("is required without a service: the path of a stack file, or its content", "stack")
     if described.block_size_factor not in (None, blocks_per_chunk):
         raise ConfigError(
             f"is {described.block_size_factor} in the stack, but vLLM's blocks_per_chunk is {blocks_per_chunk}; "

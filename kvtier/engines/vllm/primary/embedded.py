@@ -46,7 +46,7 @@ class EmbeddedDriver:
     def __init__(self, plan: EnginePlan, events: bool) -> None:
         layout = plan.namespace.layout
         copiers = [EngineCopies() for _ in range(layout.world_size)]
-        parts = stack_parts(plan.stack, plan.namespace, workers=copiers)
+        parts = stack_parts(plan.whole, plan.namespace, workers=copiers)
         events_max = parts.settings.events_max if events else 0
         self._settings = dataclasses.replace(parts.settings, store_timeout_seconds=STORE_SECONDS, events_max=events_max)
         self._confirmation = Confirmation()

@@ -65,7 +65,7 @@ class KVTierWorker(OffloadingWorker):  # type: ignore[misc]
     def __init__(self, plan: EnginePlan, rank: int, kv_caches: CanonicalKVCaches) -> None:
         self._factor = plan.namespace.layout.block_size_factor
         self._running: dict[int, Future[TransferResult]] = {}
-        self._tiers = build_tiers(plan.stack)
+        self._tiers = build_tiers(plan.whole) if plan.in_process else []
         self._gpu = discover().get(plan.gpu.type)(plan.gpu)
         self._fenced: Sequence[FencesCopies] = ()
         self._one_process = beside_scheduler(plan)
@@ -98,7 +98,8 @@ class KVTierWorker(OffloadingWorker):  # type: ignore[misc]
         self, plan: EnginePlan, rank: int, layout: KVLayout, tensors: Sequence[torch.Tensor], note: str
     ) -> SharedRows | None:
         """Map the rows of a stack in the scheduler's process, which are returned, or connect to one of its own."""
-        nominal = Geometry(plan.namespace.layout, await resolve_alignment(self._tiers))
+        alignment = await resolve_alignment(self._tiers) if plan.in_process else 1  # else the stack process's
+        nominal = Geometry(plan.namespace.layout, alignment)
         context = TierContext(
             "cpu", nominal, plan.namespace, time.monotonic, plan.engine_id, rank, one_process=self._one_process
         )
@@ -201,4 +202,5 @@ class KVTierWorker(OffloadingWorker):  # type: ignore[misc]
             await self._connection.close()
         else:
             await self._gpu.close()
-            await self._tiers[0].close()
+            for cpu in self._tiers[:1]:
+                await cpu.close()

@@ -1,0 +1,50 @@
+"""Real vLLM servers at one `kvtier serve`, which goes on without them, and is started again under one of them."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import yaml
+from engines import ANSWER_SECONDS, BLOCK, Answer, Engine, engine, total
+from support_service import end, stack_process
+from test_process_replicas import BLOCKS, asked, cpu_only
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
+PROMPTS = 12
+
+
+def stores(vllm: Engine, prompts: list[list[int]]) -> Answer:
+    """Answers to prompts, once every whole block of them is in a row."""
+    found = vllm.generate(prompts)
+    until = time.monotonic() + ANSWER_SECONDS
+    while total(vllm.metrics(), "kvtier_slots", "state=ready,tier=cpu") < BLOCKS * len(prompts):
+        assert time.monotonic() < until, vllm.metrics()
+        vllm.generate([prompts[0][:8]])  # vLLM submits stores in the step after
+    return found
+
+
+def test_servers_that_come_and_go_share_a_service_and_outlive_it(models, root, tmp_path, short_folder):
+    prompts, path, file = asked(PROMPTS), f"{short_folder}/service", tmp_path / "stack.yaml"
+    file.write_text(yaml.safe_dump(cpu_only(100, short_folder, root)))
+    config = {"connector": {"driver": "process", "service": path}, "max_model_len": 2048}
+    with stack_process(file, path) as service:
+        with engine(models["llama"], tmp_path, **config) as first:
+            computed = stores(first, prompts)
+        assert sum(computed.cached) == 0
+        with engine(models["llama"], tmp_path, **config) as second:
+            found = second.generate(prompts)
+            assert (found.tokens, found.cached) == (computed.tokens, [BLOCKS * BLOCK] * PROMPTS)
+            end(service)
+            second.reset()
+            gone = second.generate(prompts)
+            assert (gone.tokens, sum(gone.cached)) == (computed.tokens, 0)
+            with stack_process(file, path):
+                until = time.monotonic() + ANSWER_SECONDS
+                while True:  # it connects again with a step, and computes what it stores
+                    second.reset()
+                    again = second.generate(prompts)
+                    assert again.tokens == computed.tokens
+                    if again.cached == [BLOCKS * BLOCK] * PROMPTS:
+                        break
+                    assert time.monotonic() < until, again.cached
