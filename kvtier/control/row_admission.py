@@ -62,8 +62,8 @@ class FairAges:
     def next(self, owner: int = 0, rows: int = 0) -> int:
         """The age of a new request of an owner for so many rows."""
         self._number += 1
-        start = max(self.now, self._ends.get(owner, 0))
-        self._ends[owner] = start + rows
+        start = max(self.now, self._ends.get(owner, 0)) >> TIE_BITS
+        self._ends[owner] = start + rows << TIE_BITS
         if len(self._ends) > OWNERS_MAX:
             self._ends = {each: end for each, end in self._ends.items() if end > self.now}
         return start << TIE_BITS | self._number
@@ -348,7 +348,7 @@ class RowAdmission:
     def complete(self, reservation: Reservation, now: float) -> None:
         """A reservation that is served leaves; from now on its lease runs."""
         if reservation.served:
-            self.ages.now = max(self.ages.now, reservation.age >> TIE_BITS)
+            self.ages.now = max(self.ages.now, reservation.age)
             self._reservations.lease(reservation, now)
             self.remove(reservation)
 

@@ -303,6 +303,9 @@ def _by_samples(state: FileState, known: Mapping[FileState, FileDigest]) -> File
     return last._replace(state=state) if same else None
 
 
+_REFUTED = "the weights are not those that samples of them showed"
+
+
 class Confirmation:
     """Reads in the background what was known by samples alone, and finds if that was wrong."""
 
@@ -322,9 +325,9 @@ class Confirmation:
             return ""
         error = self._confirming.exception()
         if error is not None:
-            return f"the weights cannot be read again: {error}"
+            return f"{_REFUTED}: the weights cannot be read again: {error}"
         if other := self._confirming.result():
-            return f"{', '.join(file.state.path for file in other)} was changed under its size and time"
+            return f"{_REFUTED}: {', '.join(file.state.path for file in other)} was changed under its size and time"
         self._confirming = None
         return ""
 

@@ -28,6 +28,12 @@ ROWS = 1024
 BACK_SECONDS = 1.0
 
 
+@pytest.fixture
+def many_greetings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Victims come faster than a stack process lets engines connect in the long run, which is four a second."""
+    monkeypatch.setattr(server, "GREETINGS_PER_SECOND", 1000.0)
+
+
 def strike(found: Victims, rng: random.Random) -> tuple[float, dict[str, int]]:
     """Kill a victim, most often with something open. (The time of its exit, what was open.)"""
     until(lambda: found.pid, "the victim serves")
@@ -61,45 +67,29 @@ def loads_right(witness: TestEngine, rng: random.Random, counts: Counter[str]) -
     counts.update(witness.load(range(first, first + 32), f"w{counts.total()}"))
 
 
+@pytest.mark.usefixtures("many_greetings")
 @pytest.mark.parametrize("strikes", [None, pytest.param(1000, marks=pytest.mark.long)])
 def test_killed_engines_leave_right_bytes_and_no_row_behind(
-    strikes: int | None,
-    tmp_path: Path,
-    seed: int,
-    dial: Callable[[int, int], int],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    strikes: int | None, tmp_path: Path, seed: int, dial: Callable[[int, int], int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Engines and workers are killed, at least half of them with something open."""
-    kill_engines(strikes or dial(60, 10), KINDS, tmp_path, random.Random(seed), capsys, monkeypatch)
+    kill_engines(strikes or dial(60, 10), KINDS, tmp_path, random.Random(seed), capsys)
 
 
+@pytest.mark.usefixtures("many_greetings")
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.timeout(600)
 def test_engines_killed_while_they_copy_on_a_device_leave_right_bytes(
-    tmp_path: Path,
-    seed: int,
-    dial: Callable[[int, int], int],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, seed: int, dial: Callable[[int, int], int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    kill_engines(dial(100, 20), ("cuda",), tmp_path, random.Random(seed), capsys, monkeypatch)
+    kill_engines(dial(100, 20), ("cuda",), tmp_path, random.Random(seed), capsys)
 
 
 def kill_engines(
-    strikes: int,
-    kinds: Sequence[str],
-    tmp_path: Path,
-    rng: random.Random,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    strikes: int, kinds: Sequence[str], tmp_path: Path, rng: random.Random, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Kill engines one after another beside one that lives. After each strike rows are back, and bytes are right.
-
-    Engines come faster than a stack process lets them connect in the long run (four a second).
-    """
-    monkeypatch.setattr(server, "GREETINGS_PER_SECOND", 1000.0)
+    """Kill engines one after another beside one that lives. After each strike rows are back, and bytes are right."""
     counts, opens, took = Counter[str](), Counter[str](), list[float]()
     stack = stack_text(ROWS, tmp_path / "root")
     with served(tmp_path, stack) as service, TestEngine(service.path) as witness:

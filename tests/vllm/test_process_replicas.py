@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from engines import ANSWER_SECONDS, BLOCK, VOCABULARY, engine, stack, total
+from engines import ANSWER_SECONDS, BLOCK, VOCABULARY, Answer, Engine, engine, stack, total
 from test_stack_process import stack_process
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
@@ -26,6 +26,16 @@ def cpu_only(rows: int, runtime: str, root: Path) -> dict[str, object]:
     return described | {"tiers": described["tiers"][:1], "runtime_dir": runtime}
 
 
+def store(vllm: Engine, prompts: list[list[int]]) -> Answer:
+    """Answers to prompts, once every whole block of them is in a row."""
+    answers = vllm.generate(prompts)
+    until = time.monotonic() + ANSWER_SECONDS
+    while total(vllm.metrics(), "kvtier_slots", "state=ready,tier=cpu") < BLOCKS * len(prompts):
+        assert time.monotonic() < until, vllm.metrics()
+        vllm.generate([prompts[0][:8]])  # vLLM submits stores in the step after
+    return answers
+
+
 @pytest.mark.long
 def test_200_prompts_of_a_replica_that_was_closed_are_hits_of_another(models, root, tmp_path, short_folder):
     replicas(200, models["llama"], tmp_path, cpu_only(2048, short_folder, root))
@@ -40,11 +50,7 @@ def replicas(count: int, model: Path, folder: Path, given: dict[str, object]) ->
     prompts, config = asked(count), {"connector": {"driver": "process"}, "max_model_len": 2048}
     with engine(model, folder, given, **config) as other:
         with engine(model, folder, given, **config) as first:
-            stored = first.generate(prompts)
-            until = time.monotonic() + ANSWER_SECONDS
-            while total(first.metrics(), "kvtier_slots", "state=ready,tier=cpu") < BLOCKS * count:
-                assert time.monotonic() < until, first.metrics()
-                first.generate([prompts[0][:8]])  # vLLM submits stores in the step after
+            stored = store(first, prompts)
         found = other.generate(prompts)
     assert sum(stored.cached) == 0
     assert found.tokens == stored.tokens

@@ -6,22 +6,12 @@ import time
 
 import pytest
 import yaml
-from engines import ANSWER_SECONDS, BLOCK, Answer, Engine, engine, total
+from engines import ANSWER_SECONDS, BLOCK, engine
 from support_service import end, stack_process
-from test_process_replicas import BLOCKS, asked, cpu_only
+from test_process_replicas import BLOCKS, asked, cpu_only, store
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 PROMPTS = 12
-
-
-def stores(vllm: Engine, prompts: list[list[int]]) -> Answer:
-    """Answers to prompts, once every whole block of them is in a row."""
-    found = vllm.generate(prompts)
-    until = time.monotonic() + ANSWER_SECONDS
-    while total(vllm.metrics(), "kvtier_slots", "state=ready,tier=cpu") < BLOCKS * len(prompts):
-        assert time.monotonic() < until, vllm.metrics()
-        vllm.generate([prompts[0][:8]])  # vLLM submits stores in the step after
-    return found
 
 
 def test_servers_that_come_and_go_share_a_service_and_outlive_it(models, root, tmp_path, short_folder):
@@ -30,7 +20,7 @@ def test_servers_that_come_and_go_share_a_service_and_outlive_it(models, root, t
     config = {"connector": {"driver": "process", "service": path}, "max_model_len": 2048}
     with stack_process(file, path) as service:
         with engine(models["llama"], tmp_path, **config) as first:
-            computed = stores(first, prompts)
+            computed = store(first, prompts)
         assert sum(computed.cached) == 0
         with engine(models["llama"], tmp_path, **config) as second:
             found = second.generate(prompts)

@@ -145,12 +145,14 @@ def _is_required(extra: Mapping[str, Any], in_process: bool) -> bool:
 
 def _service(extra: Mapping[str, Any], in_process: bool) -> str:
     """The socket of a `kvtier serve`; empty for a private stack process. Raises ConfigError for another value."""
-    service = extra.get(SERVICE_KEY, "")
-    if not isinstance(service, str) or (SERVICE_KEY in extra and not os.path.isabs(service)):
+    if SERVICE_KEY not in extra:
+        return ""
+    service = extra[SERVICE_KEY]
+    if not isinstance(service, str) or not os.path.isabs(service):
         raise ConfigError("must be the absolute path of the socket of a kvtier serve", SERVICE_KEY)
     if len(os.fsencode(service)) > PATH_BYTES_MAX:
         raise ConfigError(f"must be a path of at most {PATH_BYTES_MAX} bytes, as sockets have", SERVICE_KEY)
-    if in_process and service:
+    if in_process:
         raise ConfigError(f"is a stack in a process of its own: {DRIVER_KEY}: process", SERVICE_KEY)
     return service
 

@@ -239,8 +239,7 @@ class ClientDriver:
 
     def _refutation(self) -> str:
         """The reason to distrust what was stored where samples of the weights were wrong; empty once that was done."""
-        reason = "" if self._held_back else self._naming.refutation()
-        return reason and f"the weights are not those that samples of them showed: {reason}"
+        return "" if self._held_back else self._naming.refutation()
 
     def _take_in_events(self) -> None:
         """Take in events; once the connection has ended, nothing that they named is reachable any more."""

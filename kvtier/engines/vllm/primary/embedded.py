@@ -218,7 +218,7 @@ class EmbeddedDriver:
     def _distrust_samples(self) -> None:
         """After a reset: what was stored in the name of other weights is gone, and the lower tiers are held back."""
         if self._durable and (reason := self._confirmation.refutation()):
-            self._hold_back(f"the weights are not those that samples of them showed: {reason}")
+            self._hold_back(reason)
             self._confirmation.accept()
 
     def _reset(self) -> None:
