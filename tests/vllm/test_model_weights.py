@@ -14,6 +14,7 @@ import torch
 from fake_engine import FakeEngine, offloading_config, stack
 from torch import nn
 
+from kvtier.engines import digests
 from kvtier.engines.digests import FileDigest, FileState
 from kvtier.engines.vllm.primary import embedded, model_weights
 from kvtier.engines.vllm.primary.model_weights import EngineWeights, Verdict, checksum, device_sums
@@ -210,8 +211,10 @@ def test_what_cannot_be_read_is_said_once_and_unknown(driver, root, seed, monkey
 
 @pytest.mark.parametrize("idle", [False, True])
 def test_when_samples_of_the_files_were_wrong_all_is_reset_and_the_disk_held_back(
-    driver, root, seed, tmp_path, caplog, idle
+    driver, root, seed, tmp_path, caplog, idle, monkeypatch
 ):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(digests, "YOUNG_SECONDS", -60.0)  # files count as old at once
     file = tmp_path / "model.safetensors"
     file.write_bytes(b"other weights")
     with engine(root, seed) as vllm:
@@ -226,6 +229,11 @@ def test_when_samples_of_the_files_were_wrong_all_is_reset_and_the_disk_held_bac
             assert hits(vllm, [1, 2, 3]) + hits(vllm, [4, 5, 6]) == 0
             assert hits(vllm, [4, 5, 6]) == 3, "the cpu tier goes on"
     assert any("samples" in line for line in held_back(caplog))
+    cache = digests.default_cache()
+    if idle and driver.is_process:
+        assert not cache.exists(), "that the reset is durable was not waited for"
+    else:
+        assert str(file) in cache.read_text(), "the next start takes the file for what it is"
     with engine(root, seed) as vllm:
         assert hits(vllm, [1, 2, 3]) + hits(vllm, [4, 5, 6]) == 0
 

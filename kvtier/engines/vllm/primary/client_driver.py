@@ -76,6 +76,7 @@ class ClientDriver:
         self._core = self.client.core
         self._naming = Naming(plan.namespace)
         self._held_back = ""
+        self._is_refuted = False
         self._question = 0
         self._is_unsure_of_weights = False
         self._unsure: dict[OffloadKey, JobId] = {}
@@ -234,7 +235,11 @@ class ClientDriver:
         if reason := self._refutation():
             core.reset()
             self._hold_back(reason)
+            self._is_refuted = True
             return True
+        if self._is_refuted and core.serves and not core.fault:
+            self._is_refuted = False
+            self._naming.accept()  # the reset is durable
         return False
 
     def _refutation(self) -> str:
@@ -402,8 +407,12 @@ class ClientDriver:
         return StackStats(dict(self._tiers), 0)
 
     def close(self) -> None:
-        """Leave. A private stack process that serves no other engine writes back and ends before, if there is time."""
-        reason = self._refutation()  # an idle engine has taken no step since
+        """Leave. A private stack process that serves no other engine writes back and ends before, if there is time.
+
+        Samples refuted since the last step, as of an idle engine, are taken for refuted by the next start too: that it
+        is durable is not answered here.
+        """
+        reason = self._refutation()
         self._naming.close()
         left = self.client.say_goodbye(self._close_seconds, reason)
         if left is not None and left.dropped:
@@ -517,6 +526,10 @@ class Naming:
     def refutation(self) -> str:
         """The reason why samples of the weights were wrong; empty as long as they may be right."""
         return self._confirmation.refutation()
+
+    def accept(self) -> None:
+        """What the samples had named is reset for good: the next start takes the files for what they are."""
+        self._confirmation.accept()
 
     def close(self) -> None:
         """End the thread."""
