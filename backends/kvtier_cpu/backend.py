@@ -8,6 +8,7 @@ import mmap
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
@@ -173,6 +174,7 @@ class CPUBackend(LoadStore):
         self._pool = DaemonPool("kvtier-cpu", POOL_THREADS)
         self._hashing = RowHashing(self._pool)
         self._transfers: set[asyncio.Future[JobResult]] = set()
+        self._open_region: Callable[[RegionSpec, RegionHost], SharedRegion] = open_region
         self.counters = CPUCounters()
 
     @property
@@ -238,6 +240,12 @@ class CPUBackend(LoadStore):
         digest = context.namespace.digest()
         spec = RegionSpec(context.geometry, num_rows, digest, (context.worker,), populate=False)
         return attach_region(spec, rows_fd, control_fd, counted=False)
+
+    def keep(self, rows_fd: int, control_fd: int) -> None:
+        """Have `open` take the region of a former process, if it is of these rows and blocks; else it closes these."""
+        from kvtier_cpu.region.kept_rows import open_kept
+
+        self._open_region = partial(open_kept, (rows_fd, control_fd))
 
     def worker_notes(self) -> list[str]:
         """The note of each worker. Raises ResourceError unless every worker has mapped the region."""
@@ -396,7 +404,7 @@ class CPUBackend(LoadStore):
         stop = threading.Event()
         self._pool = DaemonPool("kvtier-cpu", POOL_THREADS)
         self._hashing = RowHashing(self._pool)
-        opening = asyncio.ensure_future(self._pool.run(open_region, spec, replace(self._host, stop=stop)))
+        opening = asyncio.ensure_future(self._pool.run(self._open_region, spec, replace(self._host, stop=stop)))
         try:
             region = await shielded_wait(opening, stop.set)
         except BaseException:

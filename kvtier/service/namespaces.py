@@ -33,12 +33,15 @@ class KeySpace:
 
 
 class Namespaces:
-    """The namespaces that sessions of a pool use. The first one names the lower tiers, for the life of the pool."""
+    """The namespaces that sessions of a pool use. The first one names the lower tiers, for the life of the pool.
+
+    `first` is its digest; `prefixes` are those of keys of all others that the rows may hold.
+    """
 
     def __init__(self) -> None:
-        self._first: bytes | None = None
+        self.first = b""
         self._spaces: dict[bytes, KeySpace] = {}
-        self._prefixes: set[bytes] = set()
+        self.prefixes: set[bytes] = set()
 
     def join(self, namespace: Namespace) -> KeySpace:
         """The keys of a namespace, for one more session. Raises ConfigError if there is no place for it."""
@@ -47,12 +50,11 @@ class Namespaces:
         if space is None:
             if len(self._spaces) >= NAMESPACES_MAX:
                 raise ConfigError(f"its namespace {_name(namespace)} would be the third here: two are served at a time")
-            if self._first is None:
-                self._first = digest
-            prefix = b"" if digest == self._first else digest
+            self.first = self.first or digest
+            prefix = b"" if digest == self.first else digest
             if prefix:
-                self._prefixes.add(prefix)
-            space = self._spaces[digest] = KeySpace(prefix, self._prefixes)
+                self.prefixes.add(prefix)
+            space = self._spaces[digest] = KeySpace(prefix, self.prefixes)
         space.sessions += 1
         return space
 
@@ -61,6 +63,20 @@ class Namespaces:
         space.sessions -= 1
         if not space.sessions:
             self._spaces = {digest: each for digest, each in self._spaces.items() if each is not space}
+
+
+def with_first(
+    first: bytes, spaces: Sequence[bytes], keys: Sequence[OffloadKey]
+) -> tuple[list[bytes], list[OffloadKey]]:
+    """(digests of namespaces, keys) with `first` as the namespace without a prefix, which `spaces[0]` was."""
+    if spaces[0] == first:
+        return list(spaces), list(keys)
+    renamed = []
+    for key in keys:
+        digest = key[:DIGEST_BYTES]
+        stripped = key[DIGEST_BYTES:] if digest == first else key if digest in spaces[1:] else spaces[0] + key
+        renamed.append(OffloadKey(stripped))
+    return [first, *[each for each in spaces if each != first]], renamed
 
 
 def _name(namespace: Namespace) -> str:

@@ -3,37 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from errno import ECANCELED
+from dataclasses import replace
 from functools import partial
-from itertools import chain
-from typing import Any, ClassVar, Literal
+from typing import Any
 
-from kvtier.aio.shielded_wait import shielded_wait
 from kvtier.control.jobs import Arrival, PresenceAnswers
+from kvtier.control.plane.adopted_rows import end_adoption
 from kvtier.control.plane.control_plane import ControlPlane
 from kvtier.control.tiers.lower_tier import TierSpec
 from kvtier.errors import ConfigError, GeometryError, RootBusyError, UsageError
-from kvtier.options import TierOptions
 from kvtier.service.figures import document_of, parts_of
+from kvtier.service.kept_memory import KeptMemory, intact_rows
 from kvtier.service.leases import Copy
 from kvtier.service.manifests import read_namespace
 from kvtier.service.namespaces import KeySpace, Namespaces
 from kvtier.service.quotas import Quotas
 from kvtier.service.requests import EngineRequests
 from kvtier.service.session import Session
+from kvtier.service.session_copies import FillEnds, SessionCopies
 from kvtier.service.wire import Breach, Hello, WireError
 from kvtier.stack.assembly import StackParts
 from kvtier.stack.guard import guard_step
 from kvtier.stack.tier_stack import TierStack
-from kvtier.tier.contract import JoinsRows, LoadStore, Opened, ProvidesRows, TierContext
+from kvtier.tier.contract import JoinsRows, LoadStore, ProvidesRows
 from kvtier.types.events import OffloadingEvent
 from kvtier.types.geometry import KVLayout
-from kvtier.types.jobs import LOADED, JobResult, TransferJob, failed
-from kvtier.types.keys import CPU, GPU, JobId, Medium, OffloadKey
+from kvtier.types.jobs import JobResult
+from kvtier.types.keys import CPU, GroupIndex, JobId, OffloadKey
 from kvtier.types.namespace import Namespace
 
 LENT_AT_ONCE = 16
@@ -42,104 +42,7 @@ DOCUMENT_SECONDS = 0.02
 """Time in which figures are collected once; that takes a millisecond."""
 
 
-class SessionCopyOptions(TierOptions):
-    """Options of copies that the processes of engines carry out."""
-
-    type: Literal["session"] = "session"
-
-
-FilledRow = tuple[int, int]
-"""A row and the generation of its fill."""
-
-
-@dataclass(slots=True, eq=False)
-class FillWait:
-    """A wait for fills, of which this number is left."""
-
-    left: int
-    ended: asyncio.Future[None]
-
-
-class FillEnds:
-    """The ends of fills; workers may report them before the CPU tier waits for them. `waiters` wait for each."""
-
-    def __init__(self, waiters: int) -> None:
-        self._waiters = waiters
-        self._ends: dict[FilledRow, list[int]] = {}
-        self._waits: dict[FilledRow, list[FillWait]] = {}
-        self._cancelled = False
-
-    def end(self, fills: Sequence[FilledRow], errors: Sequence[int]) -> None:
-        """These fills have ended, each with 0 or an errno."""
-        self._ends.update((fill, [error, self._waiters]) for fill, error in zip(fills, errors, strict=True))
-        for fill in fills:
-            for wait in self._waits.pop(fill, ()):
-                wait.left -= 1
-                if not wait.left and not wait.ended.done():
-                    wait.ended.set_result(None)
-
-    async def wait(self, fills: Sequence[FilledRow]) -> list[int]:
-        """The error of each fill, once all of them have ended."""
-        left = [fill for fill in fills if fill not in self._ends]
-        if left and not self._cancelled:
-            wait = FillWait(len(left), asyncio.get_running_loop().create_future())
-            for fill in left:
-                self._waits.setdefault(fill, []).append(wait)
-            await wait.ended
-        return [self._take(fill) for fill in fills]
-
-    def _take(self, fill: FilledRow) -> int:
-        end = self._ends.get(fill)
-        if end is None:
-            return ECANCELED
-        end[1] -= 1
-        if not end[1]:
-            del self._ends[fill]
-        return end[0]
-
-    def cancel(self) -> None:
-        """Every fill that has not ended fails."""
-        self._cancelled = True
-        for wait in chain.from_iterable(self._waits.values()):
-            if not wait.ended.done():
-                wait.ended.set_result(None)
-        self._waits.clear()
-
-
-class SessionCopies(LoadStore):
-    """Stands in for a worker's GPU tier: its jobs end when the workers of an engine have reported the copies."""
-
-    medium: ClassVar[Medium] = GPU
-    Options: ClassVar[type[TierOptions]] = SessionCopyOptions
-
-    def __init__(self, ends: FillEnds) -> None:
-        super().__init__(SessionCopyOptions())
-        self._ends = ends
-
-    async def open(self, context: TierContext) -> Opened:
-        """Nothing is acquired."""
-        return Opened(capacity_bytes=0, mode="copied by the engines' workers")
-
-    async def load(self, job: TransferJob) -> JobResult:
-        """GPU blocks to rows: what the workers reported for each row."""
-        fills = [
-            fill
-            for group in job.gpu_groups
-            for fill in zip(group.rows.tolist(), group.generations.tolist(), strict=True)
-        ]
-        errors = iter(await shielded_wait(asyncio.ensure_future(self._ends.wait(fills))))
-        outcomes = tuple(
-            tuple(failed(error) if (error := next(errors)) else LOADED for _ in group.keys) for group in job.groups
-        )
-        return JobResult(job.job_id, outcomes)
-
-    async def store(self, job: TransferJob) -> JobResult:
-        """Loads of engines never pass here: an engine copies out of the rows that are leased to it."""
-        raise UsageError("a stack process copies nothing into GPU blocks")
-
-    async def close(self) -> None:
-        """Fail what has not ended. Idempotent."""
-        self._ends.cancel()
+_log = logging.getLogger(__name__)
 
 
 class Pool(TierStack):
@@ -150,10 +53,15 @@ class Pool(TierStack):
     """
 
     def __init__(
-        self, parts: StackParts, send: Callable[[], None], named: Callable[[Namespace], Namespace] = lambda found: found
+        self,
+        parts: StackParts,
+        send: Callable[[], None],
+        named: Callable[[Namespace], Namespace] = lambda found: found,
+        kept: KeptMemory | None = None,
     ) -> None:
         """`parts` without tensors, GPU tier and workers: those are the engines'. `send` is called in a step when it may
-        be time to send items: it must not call the pool. `named` adds what the stack file says of a namespace."""
+        be time to send items: it must not call the pool. `named` adds what the stack file says of a namespace. `kept`
+        has the rows that a former process has left, and keeps those of this one."""
         layout = parts.namespace.layout
         self._ends = FillEnds(layout.world_size if not layout.replicated else 1)
         workers = [SessionCopies(self._ends) for _ in range(layout.world_size)]
@@ -163,12 +71,15 @@ class Pool(TierStack):
         self.on_defect: Callable[[BaseException], None] = lambda error: None
         self.quotas = Quotas(0)
         self._named = named
+        self._kept = kept
+        self._verifying: asyncio.Task[None] | None = None
         self._namespaces = Namespaces()
         self._naming: asyncio.Future[Namespace] | None = None
         self._joins: set[asyncio.Task[None]] = set()
         self._send = send
         self._handling = False
         self._fills: dict[JobId, Session] = {}
+        self._not_intact = 0
         self._last = self._last_fill = 0
         self._turns = 0
         self._document, self._document_until = b"", -math.inf
@@ -178,14 +89,24 @@ class Pool(TierStack):
         """Open the rows; the lower tiers wait for the first namespace. Raises as `TierStack.open`."""
         self._naming = asyncio.get_running_loop().create_future()
         self._parts = replace(self._parts, joins=self._naming)
+        if self._kept is not None:
+            self._kept.give(self._cpu)
         await super().open()
         plane = self._opened().plane
-        plane.reservations.has_leases_outside = lambda: any(each.will_return_rows for each in self.sessions.values())
+        plane.reservations.has_leases_outside = self._has_leases
+        if self._kept is not None:
+            await self._kept.take(plane, self.descriptors)
         self.quotas = Quotas(self.num_rows)
         self._set_events()
 
+    def _has_leases(self) -> bool:
+        """True if rows will come back that nothing here may take."""
+        return self._verifying is not None or any(each.will_return_rows for each in self.sessions.values())
+
     async def close(self) -> None:
         """Close, as a stack. Nothing joins any more."""
+        if self._verifying is not None:
+            self._verifying.cancel()
         for task in tuple(self._joins):
             task.cancel()
         if self._wakes is not None:
@@ -220,8 +141,12 @@ class Pool(TierStack):
         return self._rows.descriptors  # type: ignore[no-any-return]
 
     @property
+    def _cpu(self) -> LoadStore:
+        return next(tier for tier in self._parts.tiers if tier.medium == CPU)
+
+    @property
     def _rows(self) -> Any:
-        rows: Any = next(tier for tier in self._parts.tiers if tier.medium == CPU)
+        rows: Any = self._cpu
         assert isinstance(rows, ProvidesRows)
         return rows.rows
 
@@ -328,7 +253,7 @@ class Pool(TierStack):
             return
         if self._naming is None or self._naming.done() or not _same_but_pages(layout, geometry.layout):
             raise ConfigError("its blocks have another layout than those of the engines here")
-        cpu = next(tier for tier in self._parts.tiers if tier.medium == CPU)
+        cpu = self._cpu
         if not isinstance(cpu, JoinsRows):
             raise ConfigError("the rows of the cpu tier have one layout", "tiers")
         geometry = replace(geometry, layout=layout)
@@ -357,10 +282,46 @@ class Pool(TierStack):
             session.on_joined(None, self.fault, follows=False)
             return
         plane = self._assembled.plane
+        if self._kept is not None:
+            self._use_kept(self._kept, space)
         self._deliver_events(plane.take_events())
         session.on_joined(space, "", follows=plane.uses is not None)
         self._count_engines()
         self._add_contents(session)
+
+    def _use_kept(self, kept: KeptMemory, space: KeySpace) -> None:
+        """With the first engine that joins, begin to serve what rows of a former process hold."""
+        if kept.has_joined:
+            kept.add_space(space.prefix)
+            return
+        if parts := kept.join(self.plane, self._namespaces.first, self._namespaces.prefixes):
+            self._verifying = self._loop.create_task(self._verify(parts), name="kvtier verify rows")
+            self._verifying.add_done_callback(self._on_all_verified)
+
+    async def _verify(self, parts: Sequence[tuple[GroupIndex, list[int]]]) -> None:
+        for group, rows in parts:
+            nbytes = self.geometry.aligned_bytes(group)
+            self._on_verified(rows, await asyncio.to_thread(intact_rows, self._rows, rows, nbytes))
+        total, lost = sum(len(rows) for _, rows in parts), self._not_intact
+        _log.info("%d blocks of the process before are found in the rows again, %d were not intact", total - lost, lost)
+
+    @guard_step
+    def _on_verified(self, rows: Sequence[int], intact: Sequence[bool]) -> None:
+        self._not_intact += intact.count(False)
+        end_adoption(self.plane, rows, intact, self._clock())
+        self._carry_out()
+
+    def _on_all_verified(self, task: asyncio.Task[None]) -> None:
+        self._verifying = None
+        if self.is_open and not task.cancelled() and (error := task.exception()) is not None:
+            self.on_defect(error)
+
+    @guard_step
+    def on_former_quiet(self) -> None:
+        """No worker of the former process has a copy in flight any more."""
+        if self._kept is not None and self.is_open:
+            self._kept.release(self.plane)
+            self._carry_out()
 
     def _count_engines(self) -> None:
         self.quotas.engines = sum(each.is_engine for each in self.sessions.values())
@@ -415,6 +376,8 @@ class Pool(TierStack):
         """Reset as `TierStack.reset` does. The sessions know at once; `ResetDone` follows when it is durable."""
         super()._carry_out()  # before: what was decided in the epoch that ends
         make_durable = self._begin_reset()
+        if self._kept is not None:
+            self._kept.on_reset(self.plane.control.epoch)
         for each in self.sessions.values():
             each.on_reset(each is session, self._clock())
         durable = asyncio.ensure_future(make_durable())
@@ -434,6 +397,8 @@ class Pool(TierStack):
             session.shut_out(reason)
         elif not self.fault:
             self.engine.hold_back(reason)
+            if self._kept is not None:
+                self._kept.void()
             self.fault = f"an engine here has other weights than its namespace: {reason}"
 
     def announce(self, session: Session, keys: Sequence[OffloadKey]) -> None:

@@ -16,7 +16,9 @@ from kvtier.config.load import StackConfig
 from kvtier.service.channel import start_lock
 from kvtier.service.crash_file import CrashFile
 from kvtier.service.earlier_ranks import adopt_ranks
+from kvtier.service.kept_memory import KeptMemory
 from kvtier.service.server import StackServer
+from kvtier.service.service_manager import ServiceManager
 from kvtier.stack.signals import ClosingSignals
 
 PREDECESSOR_SECONDS = 45.0
@@ -46,16 +48,19 @@ def serve(stack: str, path: str, private: PrivateLife | None = None) -> None:
 
 async def _serve(config: StackConfig, path: str, private: PrivateLife | None) -> None:
     patience = PREDECESSOR_SECONDS if private is not None else 0.0
-    async with StackServer(lambda namespace: stack_parts(config, namespace), path, patience) as server:
+    manager = ServiceManager() if private is None else None
+    kept = KeptMemory(manager) if manager is not None and manager.is_there else None
+    async with StackServer(lambda namespace: stack_parts(config, namespace), path, patience, kept) as server:
         if private is not None:  # the process before at this path uses none of them any more
             config = adopt_ranks(config, _log.warning)
         server.crash = crash = CrashFile(path)
         asyncio.get_running_loop().set_exception_handler(partial(_on_exception, crash))
         ClosingSignals(asyncio.get_running_loop(), server.close).install((signal.SIGTERM, signal.SIGINT))
         _log.info("the stack is served at %s", path)
-        if private is None:
-            await asyncio.get_running_loop().create_future()
-        else:
+        if manager is not None:
+            manager.notify("READY=1")
+            await manager.watch()
+        elif private is not None:
             server.ends_with_engines = True
             private.on_listening()
             await _linger(server, path, private.linger_seconds)

@@ -21,8 +21,11 @@ from kvtier.errors import ConfigError, GeometryError, KVTierError, ResourceError
 from kvtier.service import wire
 from kvtier.service.channel import Channel, receive_greeting, send_greeting
 from kvtier.service.crash_file import CrashFile
+from kvtier.service.former_workers import FormerWorkers, worker_of
+from kvtier.service.kept_memory import KeptMemory
 from kvtier.service.manifests import read_namespace
 from kvtier.service.pool import Pool, opening_fault, with_shared_rows
+from kvtier.service.row_table import Worker
 from kvtier.service.session import Session
 from kvtier.service.wire import FROM_ENGINE, FROM_WORKER, GREETING, PROTOCOL, Breach, Hello, Refused, Welcome, WireError
 from kvtier.stack.assembly import StackParts
@@ -97,15 +100,25 @@ class StackServer:
 
     The first engine brings the layout, so the stack opens with it. `parts` makes the parts of a stack for a namespace.
     Engines of another namespace are refused. Another process at the path may take `patience_seconds` to end.
-    With `ends_with_engines` the process ends once its last engine leaves, see `wait_idle`.
+    With `ends_with_engines` the process ends once its last engine leaves, see `wait_idle`. `kept` has the rows of the
+    process before.
     """
 
-    def __init__(self, parts: Callable[[Namespace], StackParts], path: str, patience_seconds: float = 0.0) -> None:
+    def __init__(
+        self,
+        parts: Callable[[Namespace], StackParts],
+        path: str,
+        patience_seconds: float = 0.0,
+        kept: KeptMemory | None = None,
+    ) -> None:
         self.incarnation = secrets.token_hex(8)
         self.crash: CrashFile | None = None
         self.ends_with_engines = False
         self._parts = parts
         self._path = path
+        self._kept = kept
+        self._former: FormerWorkers | None = None
+        self._workers: dict[int, Worker] = {}
         self._patience_seconds = patience_seconds
         self._pool: Pool | None = None
         self._layout: KVLayout | None = None
@@ -175,6 +188,14 @@ class StackServer:
         self._loop = asyncio.get_running_loop()
         self._file = SocketFile.claim(self._path, socket.SOCK_SEQPACKET, self._patience_seconds)
         self._loop.add_reader(self._file.fd, self._accept)
+        if self._kept is not None:
+            self._former = FormerWorkers(self._kept.former, self._on_former_gone)
+
+    def _on_former_gone(self, worker: Worker) -> None:
+        """A worker of the process before has no copy in flight any more."""
+        assert self._kept is not None
+        if self._kept.end_former(worker) and self._pool is not None:
+            self._pool.on_former_quiet()
 
     async def close(self) -> None:
         """Let no process connect, say so to the engines, write back within the stack's closing time. Idempotent.
@@ -190,6 +211,8 @@ class StackServer:
             return
         self._stop_accepting()
         self._file.withdraw()
+        if self._former is not None:
+            self._former.close()
         try:
             for task in tuple(self._greeting):
                 task.cancel()
@@ -211,6 +234,7 @@ class StackServer:
         """Close what an engine's processes are connected by."""
         for peer in list(engine.peers):
             self._disconnect(peer, "the stack process ends")
+        self._workers.clear()  # they may copy for as long as they are there
         for pidfd in list(engine.pidfds):
             self._stop_watching(engine, pidfd)
 
@@ -296,7 +320,7 @@ class StackServer:
 
     def _fault(self, sock: socket.socket, hello: object, descriptors: list[int]) -> str:
         """Why a process is not served; empty if it is."""
-        pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        pid, uid = _peer_of(sock)
         if uid != os.geteuid():
             return f"user {uid} is not allowed"
         if not isinstance(hello, Hello) or len(descriptors) != 1:
@@ -321,7 +345,7 @@ class StackServer:
                     await spent.close()
                 if self._pool is None:
                     parts = with_shared_rows(self._parts(namespace))
-                    pool = Pool(parts, self._send_all, lambda found: self._parts(found).namespace)
+                    pool = Pool(parts, self._send_all, lambda found: self._parts(found).namespace, self._kept)
                     if self.crash is not None:
                         pool.on_defect = self.crash.exit
                     await pool.open()
@@ -362,6 +386,9 @@ class StackServer:
             return
         channel = Channel(sock, FROM_ENGINE if schedules else FROM_WORKER, OUTBOX_BYTES_MAX)
         peer = Peer(channel, engine, None if schedules else hello.participant, pidfd)
+        if self._kept is not None and not schedules:
+            self._workers[pidfd] = worker_of(hello.token, hello.participant, _peer_of(sock)[0])
+            self._kept.begin_worker(self._workers[pidfd])
         engine.peers.add(peer)
         engine.pidfds.add(pidfd)
         self._loop.add_reader(pidfd, self._on_exit, engine, pidfd)
@@ -418,6 +445,8 @@ class StackServer:
             self.pool.on_worker_items(session, peer.worker, items)
             if any(type(item) is wire.Ready for item in items):
                 self._end_earlier(peer.engine, peer.worker)
+                if self._former is not None and peer.pidfd in self._workers:
+                    self._former.end(self._workers[peer.pidfd])
 
     def _end_earlier(self, engine: Engine, worker: int) -> None:
         """A worker has no copy of an earlier session: each ends once that holds for all workers."""
@@ -503,6 +532,8 @@ class StackServer:
             engine.pidfds.discard(pidfd)
             self._loop.remove_reader(pidfd)
             os.close(pidfd)
+            if self._kept is not None and pidfd in self._workers:
+                self._kept.end_worker(self._workers.pop(pidfd))
             for left in engine.left.values():
                 left.discard(pidfd)
 
@@ -523,6 +554,12 @@ class StackServer:
         if self.pool.is_open:
             for session in (*engine.earlier, engine.session):
                 self.pool.end_session(session, exited=True)
+
+
+def _peer_of(sock: socket.socket) -> tuple[int, int]:
+    """(process, user) at the other end; process 0 is in another PID namespace."""
+    pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return pid, uid
 
 
 def _pidfd_fault(fd: int, pid: int) -> str:

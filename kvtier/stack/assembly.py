@@ -490,5 +490,4 @@ async def look_up(tier: LoadStore, query: PresenceQuery) -> list[PresenceAnswers
     return [PresenceAnswers(query, answers)]
 
 
-__all__ = ["StackParts", "StackSettings", "assemble", "look_up", "open_tier"]
-__all__ += ["resolve_alignment"]
+__all__ = ["StackParts", "StackSettings", "assemble", "look_up", "open_tier", "resolve_alignment"]

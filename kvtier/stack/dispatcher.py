@@ -454,8 +454,7 @@ def bytes_by_rows(row_bytes: int) -> Callable[[TransferJob], int]:
 
 
 def _look_for_deadlines(dispatcher: weakref.ref[Dispatcher], queue: TierQueue) -> None:
-    alive = dispatcher()
-    if alive is not None:
+    if (alive := dispatcher()) is not None:
         alive._on_alarm(queue)
 
 

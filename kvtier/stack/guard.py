@@ -161,7 +161,6 @@ def answers_of(failed: ControlPlane, jobs: Mapping[JobId, TransferJob], quiet: C
             "take_events": failed.take_events,
             "reset": reset,
             "abandon": lambda: failed.dirty_rows,
-            "counters": failed.counters,
             "backlog": 0,
             "in_flight": 0,
             "dirty_rows": 0,

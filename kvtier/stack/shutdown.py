@@ -103,4 +103,5 @@ def report(assembled: OpenStack, abandoned: Abandoned) -> CloseReport:
 
 
 def _stored(assembled: OpenStack) -> int:
-    return sum(assembled.plane.counters(position).stored for position in range(1, len(assembled.dispatcher.queues)))
+    counters = assembled.plane.control.counters
+    return sum(counters(position).stored for position in range(1, len(assembled.dispatcher.queues)))

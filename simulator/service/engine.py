@@ -202,6 +202,7 @@ class SimulatedEngineLife:
         self.manifest = Namespace(self.plan.layout, model=model).manifest().encode()
         self.workers = [SimulatedWorker(self, at) for at in range(self.plan.layout.world_size)]
         self.alive = True
+        self.has_exited = False
         self.life = ""
         self.core = EngineCore()
         self.core.connected = False
@@ -346,7 +347,7 @@ class SimulatedEngineLife:
 
     def exit(self) -> None:
         """The last process has exited. The stack process sees that a little later."""
-        self.alive = False
+        self.alive, self.has_exited = False, True
         if self.end is not None:
             self.end.close()
         for worker in self.workers:

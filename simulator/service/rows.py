@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections import Counter
 from collections.abc import Sequence
 from random import Random
@@ -13,6 +14,7 @@ import numpy as np
 from kvtier.control.plane.control_plane import ControlPlane
 from kvtier.control.tiers.slot_table import FILLING, FREE, LENT, QUARANTINED, READY, RETIRED, SlotState
 from kvtier.options import PolicyName, TierOptions
+from kvtier.service.kept_memory import KeptMemory
 from kvtier.testing.driver import TestRows, content
 from kvtier.testing.memory import MemoryStorage, MemoryTier
 from kvtier.tier.checksum import checksum
@@ -21,6 +23,7 @@ from kvtier.types.geometry import Geometry
 from kvtier.types.jobs import STORED, JobResult, TransferJob
 from kvtier.types.keys import CPU, Medium, OffloadKey
 from simulator.loop import VirtualLoop
+from simulator.service.kept import NamedRows
 
 VIOLATIONS_MAX = 20
 ID_BYTES = 8
@@ -99,11 +102,15 @@ class ServiceRows:
         self.rows = rows
         self.geometry = geometry
         self.plane: ControlPlane | None = None
-        """None once the process has been killed: nothing gives its rows to others."""
+        """None once the process has been killed: then only a process that has kept its rows gives them to others."""
+        self.kept: KeptMemory | None = None
+        self.next: ServiceRows | None = None
+        """The rows of the next process, where these are the same."""
 
     def check(self, oracle: ServiceOracle, row: int, generation: int, filling: bool) -> None:
         """A copy is about to touch a row: it must be the copy's still."""
         if self.plane is None:
+            self._check_kept(oracle, row)
             return
         table = self.plane.control.cpu.table
         allowed = (LENT, FILLING, QUARANTINED) if filling else (READY, QUARANTINED)
@@ -114,15 +121,29 @@ class ServiceRows:
                 f"{SlotState(table.state[row]).name} with {table.pins[row]} pins"
             )
 
+    def _check_kept(self, oracle: ServiceOracle, row: int) -> None:
+        """A copy of a former process's session is about to touch a row: no later process may have given it away."""
+        later = self.next
+        while later is not None and later.next is not None:
+            later = later.next
+        if later is not None and later.kept is not None and not later.kept.may_be_copied(row):
+            oracle.violation(f"row {row} is copied for a session of a process before, and another one gives it away")
+
     def check_all_free(self, oracle: ServiceOracle) -> None:
         """Every engine has gone and nothing is in flight: no row is held."""
         assert self.plane is not None
-        counts = self.plane.control.cpu.table.counts
+        counts, lost = list(self.plane.control.cpu.table.counts), set[int]()
+        if self.kept is not None and not self.kept.has_joined:
+            return  # they wait for an engine: it is not known whose blocks they hold
+        if self.kept is not None:
+            lost.update(self.kept.lost)
+            counts[LENT] -= len(lost)
+            counts[RETIRED] += len(lost)
         if counts[LENT] or counts[QUARANTINED] or counts[FILLING]:
             oracle.violation(f"without an engine {counts[LENT]} rows are lent, {counts[QUARANTINED]} in quarantine")
         table = self.plane.control.cpu.table
         retained = self.plane.control.cpu.retained.slots
-        held = [row for row in range(len(table)) if table.pins[row] > (row in retained)]
+        held = [row for row in range(len(table)) if table.pins[row] > (row in retained) + (row in lost)]
         if held and not self.plane.dirty_rows:
             oracle.violation(f"without an engine and without dirty rows {held} are pinned")
         if counts[FREE] + counts[READY] + counts[RETIRED] != len(table):
@@ -151,7 +172,9 @@ class ServiceCPU(LoadStore):
         self.options: ServiceCPUOptions = options
         self._rng = rng
         self._context: TierContext | None = None
-        self._rows: TestRows | None = None
+        self._rows: NamedRows | None = None
+        self._kept: NamedRows | None = None
+        self.is_killed = False
         self.mapped: ServiceRows
 
     @property
@@ -160,11 +183,23 @@ class ServiceCPU(LoadStore):
         assert self._rows is not None
         return self._rows
 
+    def find_rows(self, rows: NamedRows | None) -> None:
+        """The rows of the process before, which its descriptors stand for."""
+        self._kept = rows
+
+    def keep(self, rows_fd: int, control_fd: int) -> None:
+        """Use the rows of the process before."""
+        assert self._kept is not None
+        self._kept.descriptors = rows_fd, control_fd
+        for fd in self._kept.descriptors:
+            os.close(fd)
+        self._rows = self._kept
+
     async def open(self, context: TierContext) -> Opened:
-        """Make the rows."""
+        """Make the rows, unless those of the process before are used."""
         geometry = context.geometry
         self._context = context
-        self._rows = TestRows(self.options.rows, geometry.row_bytes, geometry.world_size)
+        self._rows = self._rows or NamedRows(self.options.rows, geometry.row_bytes, geometry.world_size)
         self.mapped = ServiceRows(self._rows, geometry)
         size = self.options.rows * geometry.row_bytes
         return Opened(size, SlotSpace(size, (1,), (geometry.row_bytes,) * geometry.num_groups))
@@ -177,6 +212,8 @@ class ServiceCPU(LoadStore):
         reports = await asyncio.gather(*[copier.load(job) for copier in copiers])
         if self._rng is not None and self._rng.random() < 0.3:
             await asyncio.sleep(self._rng.random() * 0.002)
+        if self.is_killed:
+            raise asyncio.CancelledError  # its process seals nothing any more
         outcomes = []
         for at, group in enumerate(job.gpu_groups):
             merged = [

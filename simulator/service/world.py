@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 from unittest import mock
 
 from kvtier.errors import IntegrityError, KVTierError, UsageError
+from kvtier.service.kept_memory import KeptMemory
 from kvtier.service.pool import Pool
 from kvtier.service.session import Session
 from kvtier.service.wire import FROM_ENGINE, FROM_WORKER, TO_ENGINE, TO_WORKER, Breach, Hello, Ready, WireError
@@ -21,6 +22,7 @@ from simulator.loop import VirtualLoop
 from simulator.patching import without_threads_on_disk
 from simulator.seed_run import SeedOutcome
 from simulator.service.engine import SimulatedEngineLife
+from simulator.service.kept import SimulatedManager, worker_of
 from simulator.service.plan import ServicePlan, draw_service_plan
 from simulator.service.rows import ServiceCPU, ServiceCPUOptions, ServiceOracle, ServiceRows, SlowMemory
 from simulator.service.sockets import SimulatedEnd, make_connection
@@ -69,14 +71,38 @@ class SimulatedServer:
             )
             tiers.append(SlowMemory(_sized(below, plan), storage, rng))
         parts = StackParts(tiers, Namespace(plan.layout), settings=plan.settings)
-        self.pool = Pool(parts, self.send_all)
+        self.kept = KeptMemory(world.manager) if world.keeps else None  # type: ignore[arg-type]
+        self.cpu.find_rows(world.manager.rows)
+        self.pool = Pool(parts, self.send_all, kept=self.kept)
         self.pool.on_defect = self._on_defect
 
     async def open(self) -> None:
         """Open the pool."""
+        before = self.world.manager.rows
         await self.pool.open()
         self.alive = True
-        self.mapped.plane = self.pool.plane
+        self.mapped.plane, self.mapped.kept = self.pool.plane, self.kept
+        if self.kept is None:
+            return
+        self.world.manager.rows = self.cpu.rows
+        if self.cpu.rows is before:
+            self.world.servers[-2].mapped.next = self.mapped
+            self.world.oracle.covered["rows kept"] += 1
+        for life in [life for life in self.world.lives if life.has_exited]:
+            self._end_former(life)
+
+    @property
+    def waits_for_former(self) -> bool:
+        """True while a worker of a process before may still copy."""
+        return self.kept is not None and bool(self.kept.former)
+
+    def _end_former(self, life: SimulatedEngineLife, workers: Sequence[int] | None = None) -> None:
+        """Workers of an engine have no copy of the process before left."""
+        assert self.kept is not None
+        for number in range(self.world.plan.layout.world_size) if workers is None else workers:
+            if self.kept.end_former(worker_of(life, number)):
+                self.world.oracle.covered["former workers gone"] += 1
+                self.pool.on_former_quiet()
 
     @property
     def mapped(self) -> ServiceRows:
@@ -90,7 +116,8 @@ class SimulatedServer:
     def kill(self) -> None:
         """The process is gone: nothing of it acts any more, and its rows are nobody's."""
         self.alive = False
-        self.mapped.plane = None
+        self.mapped.plane, self.cpu.is_killed = None, True
+        self.world.manager.on_kill()
         for engine in self.engines.values():
             for each in engine.connections:
                 each.end.cut()
@@ -106,6 +133,8 @@ class SimulatedServer:
         codecs = (TO_ENGINE, FROM_ENGINE) if schedules else (TO_WORKER, FROM_WORKER)
         theirs, ours = make_connection(self.world.loop, life.rng, self.world.plan.slow, codecs)
         connection = SimulatedConnection(ours, session, None if schedules else hello.participant)
+        if self.kept is not None and not schedules:
+            self.kept.begin_worker(worker_of(life, hello.participant))
         self.engines[hello.token].connections.append(connection)
         ours.on_items = lambda items: self._take(life.token, connection, items)
         ours.on_close = lambda: self._lose(life.token, connection)
@@ -158,6 +187,8 @@ class SimulatedServer:
             self._guarded(token, connection, lambda: self.pool.on_worker_items(connection.session, worker, items))
             if token in self.engines and any(isinstance(item, Ready) for item in items):
                 self._end_earlier(token, worker)
+                if self.kept is not None:
+                    self._end_former(next(life for life in self.world.lives if life.token == token), [worker])
 
     def _guarded(self, token: str, connection: SimulatedConnection, call: Any) -> None:
         try:
@@ -182,6 +213,11 @@ class SimulatedServer:
     def on_exit(self, token: str) -> None:
         """All processes of an engine have exited."""
         engine = self.engines.pop(token, None)
+        if self.kept is not None and self.alive:
+            life = next(life for life in self.world.lives if life.token == token)
+            self._end_former(life)
+            for number in range(self.world.plan.layout.world_size):
+                self.kept.end_worker(worker_of(life, number))
         if engine is None or not self.alive:
             return
         for session in (*engine.earlier, engine.session):
@@ -276,6 +312,8 @@ class ServiceWorld:
         self.seed = seed
         self.rng = Random(f"service world {seed}")
         self.plan = draw_service_plan(self.rng)
+        self.keeps = Random(f"kept rows of {seed}").random() < 0.5
+        self.manager = SimulatedManager()
         self.loop = VirtualLoop(Random(f"service loop {seed}"), seconds_max=SECONDS_MAX)
         self.oracle = ServiceOracle(self.loop)
         self.storage = MemoryStorage()
@@ -315,6 +353,9 @@ class ServiceWorld:
         """The stacks of processes that were killed must not complain that nothing closed them."""
         for server in self.servers:
             server.pool._assembled = None
+            if server.kept is not None and server.kept.table is not None:
+                server.kept.table.close()
+        self.manager.close()
 
     async def _main(self) -> None:
         self.servers: list[SimulatedServer] = []
@@ -333,7 +374,7 @@ class ServiceWorld:
             await asyncio.wait(running)
         cuts.cancel()
         await kills
-        while self.server.pool.sessions:  # noqa: ASYNC110 - virtual time costs nothing
+        while self.server.pool.sessions or self.server.waits_for_former:  # noqa: ASYNC110 - virtual time costs nothing
             await asyncio.sleep(0.01)
         await self._check_end()
         await self.server.pool.close()

@@ -34,7 +34,7 @@ def in_rows(world: World, *numbers: int) -> None:
 
 def counted(world: World) -> tuple[int, int, int]:
     """Stored below, not admitted, lost."""
-    counters = world.plane.counters(1)
+    counters = world.plane.control.counters(1)
     return counters.stored, counters.skipped.get(NOT_ADMITTED, 0), sum(counters.dropped.values())
 
 
@@ -135,10 +135,10 @@ def test_what_comes_from_another_tier_was_used_before():
     for first in (1, 5):
         world.store(*range(first, first + 4))
         world.run_all()
-    assert world.plane.counters(2).stored == 0
+    assert world.plane.control.counters(2).stored == 0
     world.load(1)
     world.run_all()
-    assert world.plane.counters(2).stored == 1
+    assert world.plane.control.counters(2).stored == 1
     assert key(1) in world.remote
 
 
@@ -179,7 +179,7 @@ def test_a_tier_that_is_held_back_is_sent_nothing_at_a_second_use():
 def test_a_tier_that_takes_every_block_has_no_admission():
     world = World(cpu_setup(4), [fs_setup(64)])
     assert make_admission("always", RequestModels()) is world.plane.control.lowers[0].admission is None
-    assert world.plane._demotions.admits_all
+    assert world.plane.demotions.admits_all
 
 
 # -- the memory of first uses --------------------------------------------------------------------------------------

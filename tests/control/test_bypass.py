@@ -41,7 +41,7 @@ def test_what_is_worth_less_than_what_it_would_evict_is_not_stored() -> None:
     assert store(world, 5, 6, 2) == ["stored", "dropped", "present"]
     assert places(world, 1, 2, 3, 4, 5, 6).count(None) == 2
     assert places(world, 5, 6) == ["cpu", None]
-    assert world.plane.counters(0).dropped == {DropReason.BYPASSED: 1}
+    assert world.plane.control.counters(0).dropped == {DropReason.BYPASSED: 1}
 
 
 def test_while_there_is_room_everything_is_stored() -> None:
@@ -56,7 +56,7 @@ def test_a_tier_below_that_takes_every_block_gets_it_through_a_row(below: TierSp
     store(world, 1, 2, 3, 4)
     refuse(world, 5, position=0)
     assert store(world, 5) == ["stored"]
-    assert world.plane.counters(1).stored == 5
+    assert world.plane.control.counters(1).stored == 5
 
 
 def test_what_the_tier_below_has_already_needs_no_row() -> None:
@@ -75,7 +75,7 @@ def test_a_lower_tier_bypasses_for_itself_and_is_asked_again_at_the_next_use() -
     refuse(world, 5, 7, position=1)
     assert store(world, 5, 6, 7) == ["stored"] * 3
     assert places(world, 5, 6, 7) == ["cpu"] * 3
-    counters = world.plane.counters(1)
+    counters = world.plane.control.counters(1)
     assert (counters.stored, counters.skipped) == (5, {SkipReason.BYPASSED: 2})
     assert world.plane.dirty_rows == 0
     refuse(world, position=1)
@@ -125,7 +125,7 @@ def test_what_such_a_tier_evicted_is_offered_again_once_it_is_used() -> None:
     world = World(cpu_setup(8), [following(fs_setup(4))])
     store(world, 1, 2, 3, 4)
     store(world, 5)
-    index, counters = world.plane.control.lowers[0].index, world.plane.counters(1)
+    index, counters = world.plane.control.lowers[0].index, world.plane.control.counters(1)
     [gone] = [n for n in (1, 2, 3, 4) if not index.presence(key(n), world.now)]
     assert (counters.stored, world.plane.dirty_rows) == (5, 0)
     world.load(gone)

@@ -192,4 +192,4 @@ def test_few_blocks_are_placed_unasked(world: World, count: int) -> None:
     store(world, *fresh)
     few = count <= FEW
     assert [there(world, number) for number in fresh] == [few] * count
-    assert world.plane.counters(0).dropped == ({} if few else {DropReason.BYPASSED: count})
+    assert world.plane.control.counters(0).dropped == ({} if few else {DropReason.BYPASSED: count})

@@ -50,7 +50,7 @@ def test_what_a_tier_has_already_is_not_sent_to_it_again():
     world.load(1, 2)
     world.run_all()
     assert where(world, 1, 2) == ["cpu", "cpu"]
-    assert world.plane.counters(1).stored == 10
+    assert world.plane.control.counters(1).stored == 10
     assert world.plane.dirty_rows == 0
 
 
@@ -60,7 +60,7 @@ def test_a_block_promoted_from_the_second_tier_is_stored_in_the_first():
     world.load(1)
     world.run_all()
     assert world.plane.control.lowers[0].owned.ready(key(1)) is not None
-    assert world.plane.counters(2).stored == 0, "where it came from it need not go"
+    assert world.plane.control.counters(2).stored == 0, "where it came from it need not go"
 
 
 def test_what_another_host_stored_meanwhile_is_not_sent_any_more():
@@ -70,7 +70,7 @@ def test_what_another_host_stored_meanwhile_is_not_sent_any_more():
     assert [world.numbers(job) for job in world.under_way(1, STORE)] == [[2]]
     world.plane.control.lowers[0].index.note_presence(key(1), True, world.now)
     world.run_all()
-    assert world.plane.counters(1).stored == 1
+    assert world.plane.control.counters(1).stored == 1
     assert world.plane.dirty_rows == 0
 
 
@@ -85,7 +85,7 @@ def test_a_store_waits_for_rows_that_are_being_written_below_but_only_until_its_
     assert not world.under_way(0, STORE)
     world.pass_time(0.1)
     assert len(world.under_way(0, STORE)) == 1
-    assert world.plane.counters(1).dropped == {DropReason.BACKLOG: 2}
+    assert world.plane.control.counters(1).dropped == {DropReason.BACKLOG: 2}
     world.run_all()
     assert world.statuses(waiting) == ["stored", "stored"]
     world.check()
@@ -97,7 +97,7 @@ def test_a_load_takes_rows_that_wait_to_be_written_below_at_once():
     world.run_tier(0)
     assert world.plane.control.cpu.available == 0
     job = world.load(1)
-    assert world.plane.counters(1).dropped == {DropReason.BACKLOG: 1}
+    assert world.plane.control.counters(1).dropped == {DropReason.BACKLOG: 1}
     assert world.under_way(1, LOAD)
     world.run_all()
     assert world.statuses(job) == ["loaded"]
@@ -110,7 +110,7 @@ def test_on_evict_stores_nothing_while_there_is_room():
     world = World(cpu_setup(8), [fs_setup(16, write_policy="on_evict")])
     world.store(*range(8))
     world.run_all()
-    assert world.plane.counters(1).stored == 0
+    assert world.plane.control.counters(1).stored == 0
     assert world.plane.dirty_rows == 8
 
 
@@ -127,7 +127,7 @@ def test_on_evict_keeps_the_upper_copy_until_the_lower_tier_acknowledges():
     world.run_all()
     assert world.statuses(waiting) == ["stored", "stored"]
     assert where(world, 6, 7) == ["fs", "fs"]
-    assert world.plane.counters(1).dropped == {}
+    assert world.plane.control.counters(1).dropped == {}
 
 
 @pytest.mark.parametrize("patience", [0.5, 1.0])
@@ -146,7 +146,7 @@ def test_on_evict_makes_a_load_wait_for_the_acknowledgement_but_not_for_long(pat
     assert world.under_way(1, LOAD)
     world.run_all()
     assert world.statuses(first) == ["loaded"]
-    assert world.plane.counters(1).dropped == {}
+    assert world.plane.control.counters(1).dropped == {}
     while world.plane.control.cpu.available:
         world.store(next_number := 100 + len(world.jobs))
         assert next_number
@@ -154,7 +154,7 @@ def test_on_evict_makes_a_load_wait_for_the_acknowledgement_but_not_for_long(pat
     second = world.load(2)
     world.pass_time(patience)
     assert world.under_way(1, LOAD)
-    assert world.plane.counters(1).dropped[DropReason.BACKLOG] == 1
+    assert world.plane.control.counters(1).dropped[DropReason.BACKLOG] == 1
     world.run_all()
     assert world.statuses(second) == ["loaded"]
     world.check()
@@ -162,7 +162,7 @@ def test_on_evict_makes_a_load_wait_for_the_acknowledgement_but_not_for_long(pat
 
 def owes(world: World, number: int) -> bool:
     row = world.plane.control.cpu.ready(key(number))
-    return bool(world.plane._demotions.dirty.bits[row])
+    return bool(world.plane.demotions.dirty.bits[row])
 
 
 def test_a_load_that_gets_on_does_not_lose_its_patience():
@@ -172,7 +172,7 @@ def test_a_load_that_gets_on_does_not_lose_its_patience():
     while world.running:
         world.finish(next(iter(world.running)))
         world.pass_time(0.4)
-        assert world.plane.counters(1).dropped == {}
+        assert world.plane.control.counters(1).dropped == {}
     assert world.now > 5.0
     assert world.statuses(load) == ["loaded"] * 12
 
@@ -185,7 +185,7 @@ def test_a_store_that_lost_its_patience_takes_no_row_before_a_load_that_waits():
     load = world.load(1)
     world.pass_time(0.1)
     assert not world.under_way(0, STORE)
-    assert world.plane.counters(1).dropped == {}
+    assert world.plane.control.counters(1).dropped == {}
     world.run_all()
     assert (world.statuses(load), world.statuses(store)) == (["loaded"], ["stored"])
 
@@ -228,7 +228,7 @@ def test_on_evict_loses_nothing_as_long_as_the_lower_tier_has_room(seed):
         world.check()
     world.run_all()
     assert None not in where(world, *range(known))
-    assert world.plane.counters(1).dropped == {}
+    assert world.plane.control.counters(1).dropped == {}
     assert {status for job in world.jobs for status in world.statuses(job)} == {"stored", "loaded", "missing"}
 
 
@@ -249,7 +249,7 @@ def test_the_watermark_keeps_rows_clean_before_anybody_needs_them():
         world.run_all()
         assert world.statuses(job) == ["stored"] * 4
         assert world.plane.control.cpu.available >= 4
-    assert world.plane.counters(1).dropped == {}
+    assert world.plane.control.counters(1).dropped == {}
     assert where(world, *range(32)) == ["fs"] * 32, "nothing was lost on the way down"
 
 
@@ -329,7 +329,7 @@ def test_a_frozen_tier_counts_as_down_until_a_late_transfer_has_ended():
     world.store(50)
     world.run_tier(0)
     assert not world.under_way(1, STORE)
-    assert world.plane.counters(1).dropped == {DropReason.TIER_DOWN: 1}
+    assert world.plane.control.counters(1).dropped == {DropReason.TIER_DOWN: 1}
     world.end_late(*world.late, landed=True)
     third = world.load(9, 10)
     world.run_all()
@@ -352,8 +352,8 @@ def test_partial_success_is_kept_in_any_order():
     assert [owned.ready(key(n)) is not None for n in (1, 2, 3, 4)] == [True, False, True, False]
     assert (owned.table.counts[READY], owned.table.counts[FREE]) == (2, 2)
     assert world.plane.dirty_rows == 0, "what failed is given up, not tried for ever"
-    assert world.plane.counters(1).failed == 1
-    assert world.plane.counters(1).dropped == {DropReason.KEY_TOO_LONG: 1}
+    assert world.plane.control.counters(1).failed == 1
+    assert world.plane.control.counters(1).dropped == {DropReason.KEY_TOO_LONG: 1}
     world.check()
 
 
@@ -373,7 +373,7 @@ def test_a_late_demotion_quarantines_its_slot_and_pins_its_row_until_it_has_ende
     assert key(1) not in owned.directory
     assert world.plane.dirty_rows == 0
     if write_policy == "on_evict":
-        assert world.plane.counters(1).dropped == {DropReason.TIER_DOWN: 1}
+        assert world.plane.control.counters(1).dropped == {DropReason.TIER_DOWN: 1}
     filling = world.store(2, 3, 4, 5, 6, 7)
     world.run_tier(0)
     assert world.statuses(filling) == ["stored"] * 6
@@ -507,7 +507,7 @@ def test_closing_over_a_tier_smaller_than_the_rows_writes_each_row_once():
         world.plane.drain(world.now)
         world.collect()
         world.run_all()
-    assert world.plane.counters(1).stored == 8
+    assert world.plane.control.counters(1).stored == 8
     assert world.plane.dirty_rows == 0
     assert world.plane.idle
 
@@ -530,5 +530,5 @@ def test_closing_drains_what_is_owed_and_abandon_counts_what_is_not():
     world.finish(demotion)
     assert world.plane.idle
     assert world.plane.dirty_rows == 0
-    assert world.plane.counters(1).dropped == {DropReason.CLOSING: 4}
+    assert world.plane.control.counters(1).dropped == {DropReason.CLOSING: 4}
     world.check()

@@ -45,7 +45,7 @@ def test_nothing_is_decided_before_rows_are_short(kind: str) -> None:
     traffic = traffic_of(kind)
     prompt = traffic.new(8)
     traffic.ask(prompt)
-    counters = traffic.world.plane.counters(1)
+    counters = traffic.world.plane.control.counters(1)
     assert not any(traffic.written(prompt))
     assert traffic.world.plane.dirty_rows == 9
     assert not counters.skipped
@@ -72,7 +72,7 @@ def test_without_room_for_all_of_a_prompt_its_front_is_written(kind: str) -> Non
     leave_room(traffic, 4)  # one of them for the block of the first request, which is evicted before
     traffic.ask(traffic.new(15))
     assert traffic.written(prompt) == [True] * 3 + [False] * 5
-    counters = traffic.world.plane.counters(1)
+    counters = traffic.world.plane.control.counters(1)
     assert counters.skipped[SkipReason.NOT_ADMITTED] == 4, "the last one is still in its row"
     assert key(prompt[3]) in traffic.world.plane.control.cpu.directory
     assert not counters.dropped
@@ -87,7 +87,7 @@ def test_what_was_refused_is_decided_anew_once_it_was_used_and_is_evicted_again(
     leave_room(traffic, 0)
     traffic.ask(traffic.new(12))
     assert not any(traffic.written(prompt))
-    counters = world.plane.counters(1)
+    counters = world.plane.control.counters(1)
     assert counters.skipped[SkipReason.NOT_ADMITTED] == 1, "the block of the first request"
     world.now += 3600.0
     traffic.ask(prompt)
@@ -103,7 +103,7 @@ def test_what_comes_again_from_the_engine_after_it_was_refused_is_counted() -> N
     for _ in range(3):
         traffic.ask(traffic.new(12))
     traffic.ask(prompt)
-    assert traffic.world.plane.counters(1).computed_again == 4
+    assert traffic.world.plane.control.counters(1).computed_again == 4
 
 
 @BOTH
@@ -146,7 +146,7 @@ def test_a_hint_writes_no_more_than_the_budget_allows_and_that_from_the_root_on(
     world.step()
     world.run_all()
     assert traffic.written(prompt) == [True] * 2 + [False] * 4
-    assert world.plane.counters(1).dropped[DropReason.WRITE_BUDGET] == 2
+    assert world.plane.control.counters(1).dropped[DropReason.WRITE_BUDGET] == 2
     world.check()
 
 

@@ -119,7 +119,7 @@ def test_what_is_said_again_is_not_queued_again(said):
     assert len(world.plane.control.lowers[0].queue) <= 32
     world.collect()
     world.run_all()
-    assert world.plane.counters(1).stored == 32
+    assert world.plane.control.counters(1).stored == 32
     world.check()
 
 

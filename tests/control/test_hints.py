@@ -133,10 +133,10 @@ def test_with_every_slot_retained_stores_are_dropped_with_a_reason_and_nothing_w
     assert held(world, 1, 2, 3, 4) == ["fs"] * 4
     while not world.plane.idle:
         world.step()
-    assert {reason.value: count for reason, count in world.plane.counters(1).dropped.items()} == {"no_slot": 16}
+    assert {reason.value: count for reason, count in world.plane.control.counters(1).dropped.items()} == {"no_slot": 16}
     hint(world, Release())
     flood(world, 16, first=2000)
-    assert world.plane.counters(1).stored > 4
+    assert world.plane.control.counters(1).stored > 4
 
 
 def test_several_sessions_retain_a_block_until_the_last_of_them_lets_it_go():
@@ -311,10 +311,10 @@ def test_what_is_prefetched_is_a_hit_of_the_cpu_tier_and_counted_as_used():
     world.run_all()
     assert world.plane.idle
     assert held(world, *range(1, 9)) == ["cpu"] * 8
-    hits = world.plane.counters(0).hits
+    hits = world.plane.control.counters(0).hits
     world.load(*range(1, 7))
     world.run_all()
-    assert world.plane.counters(0).hits == hits + 6
+    assert world.plane.control.counters(0).hits == hits + 6
     told = world.plane.hints.prefetches
     assert (told.brought, told.used, told.unused) == (8, 6, 0)
     flood(world, 64)

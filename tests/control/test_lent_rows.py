@@ -203,7 +203,7 @@ def test_a_load_out_of_leased_rows_counts_for_the_tier_that_had_the_block():
     world.plane.end_request("r", world.now)
     assert [world.plane.control.cpu.table.pins[row] for row in rows] == [1, 1]
     assert world.plane.end_leased_load(load, [0, 0], 2 * ROW_BYTES) == [LOADED, LOADED]
-    cpu, lower = world.plane.counters(0), world.plane.counters(1)
+    cpu, lower = world.plane.control.counters(0), world.plane.control.counters(1)
     assert (cpu.hits, lower.hits, cpu.loaded, cpu.load_bytes) == (1, 1, 2, 2 * ROW_BYTES)
     assert world.plane.control.group_blocks[JobKind.LOAD] == [2]
     assert [world.plane.control.cpu.table.pins[row] for row in rows] == [0, 0]
@@ -221,7 +221,7 @@ def test_a_load_out_of_leased_rows_that_fails_or_that_a_reset_overtakes_is_none(
     assert counts(world) == (2, 0, 0)
     assert world.plane.end_leased_load(load, [0, 5], 0) == [CANCELLED, failed(5)]
     assert counts(world) == (4, 0, 0)
-    assert (world.plane.counters(0).hits, world.plane.counters(0).failed) == (0, 1)
+    assert (world.plane.control.counters(0).hits, world.plane.control.counters(0).failed) == (0, 1)
     world.plane.check_integrity()
 
 

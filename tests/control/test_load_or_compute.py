@@ -54,7 +54,7 @@ def test_a_fast_tier_loses_no_hit(world: World) -> None:
     for first in (1, 9, 17):
         promote(world, 0.9 * BLOCK_SECONDS, *range(first, first + 8))
     assert world.plane.choice.worth_loading(keys(*range(25, 41)), world.now) == 16
-    assert world.plane.counters(1).computed_sooner == 0
+    assert world.plane.control.counters(1).computed_sooner == 0
     assert probes(world) == []
 
 
@@ -62,7 +62,7 @@ def test_what_a_slow_tier_has_is_not_waited_for_and_counted(world: World) -> Non
     promote(world, 5 * BLOCK_SECONDS, 1, 2, 3, 4)
     found = [*keys(1, 2, 3), *keys(*range(5, 13)), key(4)]
     assert world.plane.choice.worth_loading(found, world.now) == 3
-    assert world.plane.counters(1).computed_sooner == 8
+    assert world.plane.control.counters(1).computed_sooner == 8
     assert world.plane.choice.worth_loading(keys(1, 2, 3, 4), world.now) == 4, "those are in rows"
     assert probes(world) == [8]
     world.check()

@@ -30,8 +30,8 @@ def test_blocks_in_rows_are_held_before_anything_is_evicted_for_the_others():
     job = world.load(1000, 1001, 1002, 1003, 1, 2, 3, 4)
     world.run_all()
     assert world.statuses(job) == ["loaded"] * 8
-    assert world.plane.counters(0).hits == 4
-    assert world.plane.counters(1).loaded == 4
+    assert world.plane.control.counters(0).hits == 4
+    assert world.plane.control.counters(1).loaded == 4
     assert where(world, 1000, 1001, 1002, 1003) == ["cpu"] * 4
 
 
@@ -57,7 +57,7 @@ def test_two_loads_of_one_key_share_one_promotion():
     assert [sorted(world.numbers(job)) for job in world.under_way(1, LOAD)] == [[1, 2]]
     world.run_all()
     assert world.statuses(first) == world.statuses(second) == ["loaded", "loaded"]
-    assert world.plane.counters(1).loaded == 2
+    assert world.plane.control.counters(1).loaded == 2
 
 
 def test_a_load_waits_for_a_store_of_the_same_key_that_is_under_way():
@@ -97,7 +97,7 @@ def test_partial_success_of_a_promotion_is_kept_in_any_order():
     world.run_all()
     assert world.statuses(job) == ["missing", "loaded", "missing", "loaded"]
     assert where(world, 1, 2, 3, 4) == [None, "cpu", None, "cpu"]
-    assert (world.plane.counters(1).failed, world.plane.counters(1).corrupt) == (1, 1)
+    assert (world.plane.control.counters(1).failed, world.plane.control.counters(1).corrupt) == (1, 1)
     world.check()
 
 
@@ -196,7 +196,7 @@ def test_a_load_that_has_as_much_in_motion_as_it_may_holds_up_nobody_else():
     assert world.statuses(short) == ["loaded", "loaded"]
     assert leased.served
     assert leased.rows
-    assert world.plane.counters(1).dropped == {}
+    assert world.plane.control.counters(1).dropped == {}
     world.run_all()
     assert world.statuses(long) == ["loaded"] * 30
 
@@ -211,7 +211,7 @@ def test_a_load_takes_no_more_rows_from_those_owed_below_than_it_can_use():
     owed = world.plane.dirty_rows
     assert owed > 20
     world.load(*range(1, 41))
-    dropped = sum(world.plane.counters(2).dropped.values())
+    dropped = sum(world.plane.control.counters(2).dropped.values())
     assert 0 < dropped <= 16, "its window is half of the rows"
     world.run_all()
     world.check()
@@ -273,7 +273,7 @@ def test_bytes_refused_on_their_way_from_a_row_come_from_below_instead():
     assert world.under_way(1, LOAD)
     world.run_all()
     assert world.statuses(job) == ["loaded"]
-    assert world.plane.counters(0).corrupt == 1
+    assert world.plane.control.counters(0).corrupt == 1
     world.check()
 
 
@@ -352,7 +352,7 @@ def test_the_next_tier_is_asked_when_the_first_fails(how):
     assert [world.numbers(j) for j in world.under_way(2, LOAD)] == [[1]]
     world.run_all()
     assert world.statuses(job) == ["loaded"]
-    assert world.plane.counters(2).loaded == 1
+    assert world.plane.control.counters(2).loaded == 1
 
 
 def test_a_load_asks_every_tier_at_most_once():

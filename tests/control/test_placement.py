@@ -82,7 +82,7 @@ def test_a_size_keeps_at_least_one_region_and_without_one_its_stores_are_dropped
     world.run_all()
     world.submit(STORE, keys(0, 2, 1))
     world.run_all()
-    assert world.plane.counters(1).dropped == {DropReason.NO_REGION: 2}
+    assert world.plane.control.counters(1).dropped == {DropReason.NO_REGION: 2}
     assert world.plane.dirty_rows == 0
     assert world.plane.locate(keys(0, 4), world.now) == ["cpu"] * 4
     world.check()

@@ -43,7 +43,7 @@ def test_what_comes_back_is_written_and_what_does_not_is_not(kind: str) -> None:
     traffic.ask(long)
     assert traffic.written(short) == [True] * SHORT
     assert traffic.written(long) == [False] * LONG
-    counters = traffic.world.plane.counters(1)
+    counters = traffic.world.plane.control.counters(1)
     assert counters.skipped[SkipReason.NOT_ADMITTED] >= LONG
     assert not counters.dropped
     traffic.world.check()
@@ -52,7 +52,7 @@ def test_what_comes_back_is_written_and_what_does_not_is_not(kind: str) -> None:
 def test_what_was_not_written_and_is_computed_again_is_counted() -> None:
     traffic = Traffic(rows=16)
     traffic.learn()
-    counters = traffic.world.plane.counters(1)
+    counters = traffic.world.plane.control.counters(1)
     long, before = traffic.new(LONG), counters.computed_again
     traffic.ask(long)
     for _ in range(4):
@@ -161,7 +161,7 @@ def test_with_a_budget_what_no_request_announced_is_chosen_too() -> None:
 def test_a_budget_holds_in_any_24_hours_and_is_used(kind: str, write_policy: str) -> None:
     """Two days of 960 blocks in the requests each, and a budget of 480 a day."""
     traffic = Traffic(kind, write_policy=write_policy, write_bytes_per_day=480)
-    counters, world, stored = traffic.world.plane.counters(1), traffic.world, list[int]()
+    counters, world, stored = traffic.world.plane.control.counters(1), traffic.world, list[int]()
     world.now = 0.0
     for _ in range(2 * 192 + 96):
         traffic.ask(traffic.new(5))
@@ -211,7 +211,7 @@ class Spending(Traffic):
 def test_no_block_is_written_within_a_budget_without_those_before_it(kind: str, write_policy: str, seed: int) -> None:
     """Much more is offered at once than is left of the budget, which is used all the same."""
     traffic = Spending(kind, write_policy, seed)
-    counters, world = traffic.world.plane.counters(1), traffic.world
+    counters, world = traffic.world.plane.control.counters(1), traffic.world
     for _ in range(60):
         traffic.burst(traffic.draw.randrange(1, 12))
         assert traffic.orphans() == 0

@@ -78,7 +78,7 @@ def resident(rows: int, slots: int, keys: list, policy: str = "lru") -> World:
 
 def hits_of(world: World) -> tuple[int, int]:
     """The hits of the CPU tier and of the lower one."""
-    return world.plane.counters(0).hits, world.plane.counters(1).hits
+    return world.plane.control.counters(0).hits, world.plane.control.counters(1).hits
 
 
 def served(world: World, name: str, keys: list) -> None:

@@ -163,7 +163,7 @@ def test_a_store_teaches_and_is_not_repeated_while_the_hint_lasts():
     world.run_all()
     world.store(3)
     world.run_all()
-    assert world.plane.counters(1).stored == 3
+    assert world.plane.control.counters(1).stored == 3
 
 
 def test_a_drop_teaches_nothing_and_present_counts_as_there():
@@ -175,7 +175,7 @@ def test_a_drop_teaches_nothing_and_present_counts_as_there():
     world.end(demotion, dropped(DropReason.DISK_FULL), PRESENT)
     assert world.plane.control.lowers[0].index.presence(key(1), world.now) is True
     assert world.plane.control.lowers[0].index.presence(key(2), world.now) is None
-    assert world.plane.counters(1).dropped == {DropReason.DISK_FULL: 1}
+    assert world.plane.control.counters(1).dropped == {DropReason.DISK_FULL: 1}
 
 
 def test_jobs_of_a_shared_tier_name_no_slots():
@@ -262,7 +262,7 @@ def test_a_full_server_is_left_alone_for_a_while():
         for job in world.under_way(1, STORE):
             world.end(job, dropped(DropReason.DISK_FULL))
     assert lower.room_breaker.opened == 1
-    assert world.plane.counters(1).dropped == {DropReason.DISK_FULL: 8}
+    assert world.plane.control.counters(1).dropped == {DropReason.DISK_FULL: 8}
     assert lower.refusal is DropReason.DISK_FULL
     assert lower.may_load(world.now)
     world.pass_time(PAUSE_SECONDS)

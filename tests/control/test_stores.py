@@ -66,7 +66,7 @@ def test_a_store_in_flight_is_remembered_across_calls_and_not_stored_twice():
     assert world.statuses(first) == ["stored", "stored"]
     assert world.statuses(second) == ["present", "stored"]
     assert world.statuses(third) == ["present", "present"]
-    assert world.plane.counters(0).stored == 3
+    assert world.plane.control.counters(0).stored == 3
 
 
 @pytest.mark.parametrize("how", ["failed", "late", "cancelled"])
@@ -202,7 +202,7 @@ def test_a_store_larger_than_the_cpu_tier_lands_below_block_by_block(rows, write
     world.run_all()
     assert world.statuses(job) == ["stored"] * 40
     assert None not in world.plane.locate([key(n) for n in range(40)], world.now)
-    assert world.plane.counters(1).dropped == {}
+    assert world.plane.control.counters(1).dropped == {}
     load = world.load(*range(40))
     world.run_all()
     assert world.statuses(load) == ["loaded"] * 40
@@ -396,7 +396,7 @@ def test_a_store_that_finds_no_row_before_its_deadline_is_dropped_with_that_reas
     assert world.plane.next_deadline(world.now) == 5.0
     world.pass_time(4.0)
     assert reasons(world, job) == [DropReason.NO_ROW] * 2
-    assert world.plane.counters(0).dropped == {DropReason.NO_ROW: 2}
+    assert world.plane.control.counters(0).dropped == {DropReason.NO_ROW: 2}
     world.run_all()
     world.check()
 

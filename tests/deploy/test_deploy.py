@@ -22,7 +22,7 @@ from kvtier.config import parse_stack
 from kvtier.options import parse_size
 
 DEPLOY = PROJECT / "examples" / "deploy"
-UNITS = ("kvtier-check@.service", "kvtier-check@.timer")
+UNITS = ("kvtier-check@.service", "kvtier-check@.timer", "kvtier@.service")
 KUBERNETES = ("1.30", "1.33", "1.37")
 
 
@@ -122,7 +122,7 @@ def verified(folder: Path, changes: dict[str, str]) -> str:
         (folder / name.replace("@", "@-tmp")).write_text(text)
     command = ["systemd-analyze", "verify", *(name.replace("@", "@-tmp") for name in UNITS)]
     run = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    return "\n".join(line for line in run.stderr.splitlines() if "kvtier-check" in line)
+    return "\n".join(line for line in run.stderr.splitlines() if "kvtier" in line)
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
@@ -130,6 +130,7 @@ def test_systemd_knows_every_key_of_the_units(tmp_path: Path) -> None:
     assert verified(tmp_path, {}) == ""
     assert "Nicer" in verified(tmp_path, {"Nice=": "Nicer="})
     assert "calendar" in verified(tmp_path, {"Sun 03:00": "Someday"})
+    assert "DescriptorsMax" in verified(tmp_path, {"FileDescriptorStoreMax": "DescriptorsMax"})
 
 
 async def test_the_command_of_the_service_checks_a_root_in_use(tmp_path: Path) -> None:

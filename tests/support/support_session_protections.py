@@ -9,11 +9,14 @@ import pytest
 
 from kvtier.client.core import EngineCore
 from kvtier.control.flow import stores
-from kvtier.service import leases
+from kvtier.control.tiers.slot_table import FILLING, READY
+from kvtier.service import leases, pool
 from kvtier.service.copying import Copying
+from kvtier.service.kept_memory import KeptMemory
 from kvtier.service.leasing import Leasing
 from kvtier.service.namespaces import KeySpace
 from kvtier.service.quotas import Quotas
+from kvtier.service.row_table import RowTable
 from kvtier.service.session import Session
 from kvtier.service.weights import WeightsCheck
 from kvtier.service.wire import Void
@@ -180,6 +183,34 @@ def resets_end_with_the_connection(patch: Patch) -> None:
     patch.setattr(EngineCore, "lose", lost)
 
 
+def kept_rows_wait_for_no_worker(patch: Patch) -> None:
+    """Rows that a worker of a killed stack process may copy are free for the next one."""
+    join = KeptMemory.join
+
+    def joined(kept: KeptMemory, *given: Any) -> Any:
+        kept.former.clear()
+        return join(kept, *given)
+
+    patch.setattr(KeptMemory, "join", joined)
+
+
+def kept_rows_of_other_weights(patch: Patch) -> None:
+    """The next stack process finds what an engine of other weights had stored before it was held back."""
+    patch.setattr(KeptMemory, "void", lambda kept: None)
+
+
+def kept_rows_count_all(patch: Patch) -> None:
+    """Rows that were being filled when a stack process was killed count as whole for the next one."""
+    find = RowTable.find
+
+    def found(table: RowTable) -> Any:
+        table._states[table._states == FILLING] = READY
+        return find(table)
+
+    patch.setattr(RowTable, "find", found)
+    patch.setattr(pool, "intact_rows", lambda rows, some, nbytes: [True] * len(some))
+
+
 PROTECTIONS: dict[str, tuple[Callable[[Patch], None], str]] = {
     each.__name__: (each, says)
     for each, says in (
@@ -199,6 +230,9 @@ PROTECTIONS: dict[str, tuple[Callable[[Patch], None], str]] = {
         (schedulers_wait_for_no_load, "finds its rows gone"),
         (engines_wait_for_no_worker, "finds its rows gone|broke the protocol"),
         (resets_end_with_the_connection, "a reset has made void|before its reset is durable"),
+        (kept_rows_wait_for_no_worker, "for a session of a process before"),
+        (kept_rows_of_other_weights, "of other weights"),
+        (kept_rows_count_all, "bytes of"),
     )
 }
 """How to turn a protection off by its name, and what the simulator says then (a regular expression)."""
@@ -220,6 +254,8 @@ RED_SEEDS: dict[str, tuple[int, ...]] = {
     "schedulers_wait_for_no_load": (42, 87, 104),
     "engines_wait_for_no_worker": (11, 26),
     "resets_end_with_the_connection": (154, 264, 353),
+    "kept_rows_wait_for_no_worker": (106, 181, 207),
+    "kept_rows_of_other_weights": (348, 2193, 305),
 }
 """Seeds that were red without a protection. A change of what the simulator draws may make them green; then a run that
 begins with them goes on with others and takes longer."""

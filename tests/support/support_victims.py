@@ -40,7 +40,7 @@ NUMBERS = 1536
 RUN = 8
 SLOTS = 8
 STATE_BYTES = 64
-COPIES, FILLS, LEASES, LENT = 16, 17, 18, 19
+COPIES, FILLS, LEASES, LENT, ENDS = 16, 17, 18, 19, 20
 """Places in the state of what is open; 0: the process to be killed; 8: it serves."""
 PAUSE_SECONDS = 0.02
 
@@ -99,16 +99,20 @@ def run_worker(worker: WorkerClient, pipe: int) -> None:
 class Victim:
     """An engine that stores, reserves, holds and loads at random until it is killed."""
 
-    def __init__(self, client: EngineClient, cache: torch.Tensor, state: mmap.mmap, rng: random.Random) -> None:
+    def __init__(
+        self, client: EngineClient, cache: torch.Tensor, state: mmap.mmap, rng: random.Random, stays: bool
+    ) -> None:
         self.client, self.cache, self.state, self.rng = client, cache, state, rng
         self.slots = list(range(SLOTS))
-        self.jobs: dict[JobId, tuple[int, range, JobKind]] = {}
+        self.jobs: dict[JobId, tuple[int, range, JobKind, ClientRequest | None]] = {}
         self.held: list[tuple[ClientRequest, range]] = []
         self.number = 0
+        self.stays = stays
 
     def live(self) -> None:
-        """Step until the stack process or the worker is gone."""
-        while self.client.core.connected:
+        """Step until the stack process or the worker is gone; if it `stays`, until it is to end, or its parent has."""
+        parent = os.getppid()
+        while not self.state[ENDS] and (self.client.core.connected or (self.stays and os.getppid() == parent)):
             for result in self.client.step():
                 self._end(result)
             self.rng.choice((self._store, self._store, self._reserve, self._load, self._drop))()
@@ -127,11 +131,13 @@ class Victim:
             self.cache[at.start : at.stop] = content(numbers)
         runs = GPURuns.whole(list(at))
         job = self.client.job(kind, [GPUGroup(GroupIndex(0), block_keys(RUN, numbers.start), runs)])
-        self.jobs[job.job_id] = slot, numbers, kind
+        self.jobs[job.job_id] = slot, numbers, kind, request
         self.client.submit(job, request)
 
     def _end(self, result: JobResult) -> None:
-        slot, numbers, kind = self.jobs.pop(result.job_id)
+        slot, numbers, kind, request = self.jobs.pop(result.job_id)
+        if request is not None:
+            request.end()
         right, at = content(numbers), slot * RUN
         for position, outcome in enumerate(result.outcomes[0]):
             if (
@@ -165,10 +171,13 @@ class Victim:
             self.held.pop(0)[0].end()
 
 
-def live(path: str, state: mmap.mmap, seed: int, kind: str) -> None:
-    """In a forked child: an engine of one process, on a CPU or on `cuda`, or with its worker in another one."""
+def live(path: str, state: mmap.mmap, seed: int, kind: str, stays: bool) -> None:
+    """In a forked child: an engine of one process, on a CPU or on `cuda`, or with its worker in another one.
+
+    One that `stays` connects to the next stack process, and is known by an id of its own.
+    """
     rng = random.Random(seed)
-    identity = Identity(path, NAMESPACE, "victim", secrets.token_hex(16))
+    identity = Identity(path, NAMESPACE, f"victim{seed if stays else ''}", secrets.token_hex(16))
     cache = torch.zeros((SLOTS * RUN, PAGE), dtype=torch.uint8, device="cuda" if kind == "cuda" else "cpu")
     target = os.getpid()
     if kind in ("engine", "cuda"):
@@ -195,22 +204,22 @@ def live(path: str, state: mmap.mmap, seed: int, kind: str) -> None:
     state[0:8] = struct.pack("q", target)
     state[8] = 1
     with suppress(BrokenPipeError):
-        Victim(client, cache, state, rng).live()
+        Victim(client, cache, state, rng, stays).live()
     os._exit(0)
 
 
 def main(path: str, file: str) -> None:
-    """Fork a victim for each line: a seed and a kind. Its end is nobody's business here."""
+    """Fork a victim for each line: a seed, a kind, and whether it stays. Its end is nobody's business here."""
     torch.set_num_threads(1)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with open(file, "r+b") as opened:
         state = mmap.mmap(opened.fileno(), STATE_BYTES)
     print("ready", flush=True)
     for line in sys.stdin:
-        seed, kind = line.split()
+        seed, kind, stays = line.split()
         if not os.fork():
             os.close(0)
-            live(path, state, int(seed), kind)
+            live(path, state, int(seed), kind, stays == "True")
 
 
 class Victims:
@@ -219,12 +228,16 @@ class Victims:
     def __init__(self, process: subprocess.Popen[str], state: mmap.mmap) -> None:
         self._process, self._state = process, state
 
-    def begin(self, seed: int, kind: str) -> None:
+    def begin(self, seed: int, kind: str, stays: bool = False) -> None:
         """Start a victim; `pid` is known once it serves."""
         self._state[:] = bytes(STATE_BYTES)
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{seed} {kind}\n")
+        self._process.stdin.write(f"{seed} {kind} {stays}\n")
         self._process.stdin.flush()
+
+    def end(self) -> None:
+        """Have the victim end without a word."""
+        self._state[ENDS] = 1
 
     @property
     def pid(self) -> int:

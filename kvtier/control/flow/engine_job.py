@@ -11,7 +11,7 @@ import numpy as np
 
 from kvtier.control.state import ControlState
 from kvtier.types.gpu_runs import RunIndex
-from kvtier.types.jobs import CANCELLED, LOADED, BlockOutcome, GPUGroup, JobResult, TransferJob
+from kvtier.types.jobs import BlockOutcome, GPUGroup, JobResult, TransferJob
 from kvtier.types.keys import OffloadKey
 
 
@@ -102,10 +102,6 @@ class EngineJob:
         for m, index in enumerate(indices):
             groups.setdefault(bisect_right(self.starts, index) - 1, []).append(m)
         return groups
-
-    def disown(self) -> None:
-        """A reset overtook the request: what was loaded before it must not be taken for valid."""
-        self.outcomes = [CANCELLED if outcome is LOADED else outcome for outcome in self.outcomes]
 
     def result(self) -> JobResult:
         """The finished request's result."""

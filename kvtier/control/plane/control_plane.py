@@ -26,7 +26,7 @@ from kvtier.control.reservations import Reservation, Reservations
 from kvtier.control.row_admission import RowAdmission
 from kvtier.control.settings import StackSettings
 from kvtier.control.state import ControlState
-from kvtier.control.tiers.lower_tier import TierCounters, TierSpec
+from kvtier.control.tiers.lower_tier import TierSpec
 from kvtier.control.tiers.slot_table import READY
 from kvtier.errors import UsageError
 from kvtier.tier.contract import LookupResult
@@ -162,13 +162,13 @@ class ControlPlane(Recipient):
             from kvtier.control.request_tracker import RequestTracker
 
             self.uses = RequestTracker(self.control, chains, settings.curves)
-        self._demotions = Demotions(self.control, settings.watermark_rows, settings.gather_seconds)
-        self._promotions = Promotions(self.control, self._demotions)
+        self.demotions = Demotions(self.control, settings.watermark_rows, settings.gather_seconds)
+        self._promotions = Promotions(self.control, self.demotions)
         self.choice = LoadOrCompute(self._promotions, settings.block_seconds)
         self._factor = factor
         self.reservations = Reservations(self._promotions, settings.reservation_seconds, settings.lease_seconds)
-        self.hints = Hints(self.control, self._demotions, self._promotions, settings)
-        self._admission = RowAdmission(self.control, self._demotions, self.reservations, settings.patience_seconds)
+        self.hints = Hints(self.control, self.demotions, self._promotions, settings)
+        self._admission = RowAdmission(self.control, self.demotions, self.reservations, settings.patience_seconds)
         self._open = OpenJobs()
         self._pumped_at = self._tick_at = -math.inf
         self._patience_seconds = settings.patience_seconds
@@ -228,9 +228,9 @@ class ControlPlane(Recipient):
             if request_id is not None:
                 self.end_request(request_id, now)
         else:
-            store = StoreRequest(self._demotions, self._factor, job, now, self._admission.ages.next())
+            store = StoreRequest(self.demotions, self._factor, job, now, self._admission.ages.next())
             self._open.add(store)
-            if self._demotions.closing:
+            if self.demotions.closing:
                 store.stop(dropped(DropReason.CLOSING))
             elif not self.control.shortage and not store.advance(now):
                 self.control.shortage = len(store.todo)
@@ -244,9 +244,9 @@ class ControlPlane(Recipient):
         if now >= self._tick_at:
             self._tick(now)
         cpu = self.control.cpu
-        rows = cpu.lend(count) if not self._demotions.closing else []
+        rows = cpu.lend(count) if not self.demotions.closing else []
         self._lend_at = math.inf
-        if len(rows) < count and not self._demotions.closing:
+        if len(rows) < count and not self.demotions.closing:
             rows += self._lend_late(count - len(rows), now)
         else:
             self._short_since = math.inf
@@ -270,7 +270,7 @@ class ControlPlane(Recipient):
         """
         if self.hints.is_used:
             self.hints.on_load(keys)
-        return LeasedLoad(self._demotions, keys, rows, brought, now)
+        return LeasedLoad(self.demotions, keys, rows, brought, now)
 
     def end_leased_load(self, load: LeasedLoad, errors: Sequence[int], bytes_moved: int) -> list[BlockOutcome]:
         """The copy has ended, with an errno for each block, 0 for success. Returns what became of each."""
@@ -294,10 +294,10 @@ class ControlPlane(Recipient):
         blocks = self.control.group_blocks[JobKind.STORE]
         for group in job.gpu_groups:
             blocks[group.group] += len(group.keys)
-        store = LentStore(self._demotions, self._factor, job, now, self._admission.ages.next())
+        store = LentStore(self.demotions, self._factor, job, now, self._admission.ages.next())
         self._open.add(store)
         store.advance(now)
-        if self._demotions.closing:
+        if self.demotions.closing:
             store.stop(dropped(DropReason.CLOSING))
         self._admission.add_store(store)
 
@@ -358,9 +358,9 @@ class ControlPlane(Recipient):
         Not if a reset came that does not hold for them yet: they arrive once more when it does. Nor while closing, or
         once they are held back for good.
         """
-        if self.control.joining and tiers.resets == self.control.resets and not self._demotions.closing:
+        if self.control.joining and tiers.resets == self.control.resets and not self.demotions.closing:
             self.control.join(list(tiers.lowers), tiers.epoch)
-            self._demotions.on_join(now)
+            self.demotions.on_join(now)
             self._collect_changes()
 
     def hold_back(self, now: float) -> None:
@@ -368,7 +368,7 @@ class ControlPlane(Recipient):
 
         What the tiers hold is not reachable: loads and reservations that wait for it end with misses.
         """
-        self._demotions.drop_queued(DropReason.HELD_BACK)
+        self.demotions.drop_queued(DropReason.HELD_BACK)
         self.control.hold_back()
         self.hints.hold_back()
         self.pump(now)
@@ -395,7 +395,7 @@ class ControlPlane(Recipient):
             self._admission.take_filled(filled, now)
         while True:
             blocked = self._admission.serve(now)
-            self._demotions.plan(now)
+            self.demotions.plan(now)
             self._collect_changes()
             if self.hints.is_used and self.hints.demotions:
                 self.hints.demotions.advance(now)
@@ -444,8 +444,8 @@ class ControlPlane(Recipient):
         self.control.resets += 1
         self._stop_all(DropReason.RESET)
         for request in (*self._open.loads.values(), *self._open.ended):
-            request.disown()
-        self._demotions.reset()
+            request.outcomes = [CANCELLED if each is LOADED else each for each in request.outcomes]  # of before
+        self.demotions.reset()
         for index in self.control.indexes:
             index.reset()
         self.control.fills.clear()
@@ -455,7 +455,7 @@ class ControlPlane(Recipient):
 
     def close(self, now: float) -> None:
         """No new stores; what waits for a row is dropped, what is queued for lower tiers goes on until `abandon`."""
-        self._demotions.closing = True
+        self.demotions.closing = True
         self.hints.stop()
         self._stop_all(DropReason.CLOSING)
         self.pump(now)
@@ -467,17 +467,17 @@ class ControlPlane(Recipient):
 
     def flush(self, now: float) -> None:
         """Write back the gathered rows now, as far as the limits allow."""
-        self._demotions.flush(now)
+        self.demotions.flush(now)
         self._collect_changes()
 
     def drain(self, now: float) -> None:
         """While closing: write back rows that are dirty for an `on_evict` tier, as far as the limits allow."""
-        self._demotions.drain(now)
+        self.demotions.drain(now)
         self._collect_changes()
 
     def abandon(self) -> int:
         """Give up what is still queued for lower tiers; returns how many blocks that drops."""
-        return self._demotions.drop_queued(DropReason.CLOSING)
+        return self.demotions.drop_queued(DropReason.CLOSING)
 
     # -- taking out ----------------------------------------------------------------------------------------------
 
@@ -530,8 +530,9 @@ class ControlPlane(Recipient):
                         control.awaited.on_change(keys)
                     self.events.record(lower.spec, keys, removed)
                     if removed:
-                        self._demotions.on_evict_below(lower, keys)
-                        lower.on_eviction(keys)
+                        self.demotions.on_evict_below(lower, keys)
+                        if lower.admission is not None:
+                            lower.admission.on_evict(keys)
                     elif self.hints.is_used and self.hints.retention and lower.owned is not None:
                         self.hints.retention.on_store_below(lower.owned, keys)
         if control.cpu.changes:
@@ -546,7 +547,7 @@ class ControlPlane(Recipient):
     @property
     def backlog(self) -> int:
         """Blocks that may still reach lower tiers; those that are late were given up."""
-        rows = -self._demotions.late
+        rows = -self.demotions.late
         for lower in self.control.lowers:
             rows += len(lower.queue) + lower.stores_in_flight
         return rows
@@ -554,12 +555,12 @@ class ControlPlane(Recipient):
     @property
     def in_flight(self) -> int:
         """Blocks queued for or in flight to lower tiers, late ones included."""
-        return self.backlog + self._demotions.late
+        return self.backlog + self.demotions.late
 
     @property
     def dirty_rows(self) -> int:
         """Rows that a lower tier has yet to receive."""
-        return self._demotions.dirty.count
+        return self.demotions.dirty.count
 
     @property
     def idle(self) -> bool:
@@ -568,9 +569,6 @@ class ControlPlane(Recipient):
         if self.control.running or self.control.late_jobs or waiting:
             return False
         return not (self.hints.is_used and self.hints.busy)
-
-    def counters(self, position: int) -> TierCounters:
-        return self.control.counters(position)
 
     def give_up(self) -> None:
         """Nothing here is used after a step that raised: reservations are misses, events say that all was removed."""
@@ -585,5 +583,5 @@ class ControlPlane(Recipient):
         """Raise IntegrityError unless every slot sum, free list, directory and counter agrees."""
         for index in self.control.indexes:
             index.check()
-        self._demotions.dirty.check()
+        self.demotions.dirty.check()
         self.hints.retention.check()

@@ -318,11 +318,6 @@ class LowerTier:
         self.load_breaker.hold_back()
         self.store_breaker.hold_back()
 
-    def on_eviction(self, keys: Sequence[OffloadKey]) -> None:
-        """The tier evicted these blocks."""
-        if self.admission is not None:
-            self.admission.on_evict(keys)
-
     @property
     def held_back(self) -> bool:
         """True if the tier neither loads nor stores, whatever its health."""

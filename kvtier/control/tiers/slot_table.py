@@ -53,6 +53,7 @@ class SlotTable:
         self.counts[ABSENT] = num_slot_ids
         self.evictable = 0
         self.next_generation = 1
+        self.on_named: Callable[[Sequence[int], Sequence[OffloadKey]], None] | None = None
 
     def __len__(self) -> int:
         return len(self.state)
@@ -71,6 +72,8 @@ class SlotTable:
         """FREE -> FILLING with a fresh generation and one pin, for `keys[i]` in `slots[i]`."""
         state, pins, generation, names = self.state, self.pins, self.generation, self.keys
         fresh = max(self.next_generation, self.now_ns())
+        if self.on_named is not None:
+            self.on_named(slots, keys)
         for slot, key in zip(slots, keys, strict=True):
             if state[slot] != FREE:
                 raise IntegrityError(f"slot {slot} is {SlotState(state[slot]).name}, cannot be filled")
@@ -95,6 +98,8 @@ class SlotTable:
     def name_lent(self, slots: Sequence[int], keys: Sequence[OffloadKey]) -> None:
         """LENT -> FILLING, for `keys[i]` in `slots[i]`; generation and pin stay."""
         self.move(slots, LENT, FILLING)
+        if self.on_named is not None:
+            self.on_named(slots, keys)
         for slot, key in zip(slots, keys, strict=True):
             self.keys[slot] = key
 

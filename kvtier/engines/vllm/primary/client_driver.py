@@ -528,7 +528,7 @@ class Naming:
         return self._confirmation.refutation()
 
     def accept(self) -> None:
-        """What the samples had named is reset for good: the next start takes the files for what they are."""
+        """Have the next start take the files for what they are: what samples of them had named is reset for good."""
         self._confirmation.accept()
 
     def close(self) -> None:

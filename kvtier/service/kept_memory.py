@@ -1,0 +1,209 @@
+"""Rows that outlive a stack process: what the process before has left in them is served again by the next one.
+
+The service manager keeps three descriptors over a restart: of the rows, of the control area beside them, and of the row
+table. The next process maps the rows, and lends all of them to itself. Once the first engine has joined it is known
+whose blocks they hold: rows with a block of these keys become fills, which end when the bytes match their checksum;
+rows that a worker of the former process may still write or read wait for that worker; the others are free.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Protocol, runtime_checkable
+
+from kvtier.control.plane.control_plane import ControlPlane
+from kvtier.control.tiers.slot_table import LENT
+from kvtier.errors import ConfigError
+from kvtier.service.namespaces import with_first
+from kvtier.service.row_table import FoundRows, RowTable, Worker
+from kvtier.service.service_manager import ServiceManager
+from kvtier.tier.checksum import SHORT_BYTES, checksum
+from kvtier.tier.contract import Rows
+from kvtier.types.keys import GroupIndex, OffloadKey, key_group
+
+NAMES = ROWS, CONTROL, TABLE = "kvtier-rows", "kvtier-control", "kvtier-table"
+VERIFIED_AT_ONCE = 256
+"""Rows that are read in one go before they are found again."""
+
+_log = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class KeepsRows(Protocol):
+    """A CPU tier whose rows may be those of a former process."""
+
+    def keep(self, rows_fd: int, control_fd: int) -> None:
+        """Have `open` take these rows, if they are of its shape. The descriptors are the tier's from here on."""
+
+
+class KeptMemory:
+    """The rows of one pool after another, and their table, with a service manager that keeps them.
+
+    A pool calls `give` before its CPU tier opens, `take` after that, and `join` with its first namespace.
+    """
+
+    def __init__(self, manager: ServiceManager) -> None:
+        self.table: RowTable | None = None
+        self.former: list[Worker] = []
+        self._manager = manager
+        self._offered: tuple[int, int] | None = None
+        self._found: FoundRows | None = None
+        self._lent: list[int] = []
+        self._held: list[int] = []
+        self.lost: frozenset[int] = frozenset()
+        self.has_joined = False
+        self._begin()
+
+    def _begin(self) -> None:
+        """Take what a former process has left, unless it is not to be believed."""
+        stored = [self._manager.stored.pop(name, -1) for name in NAMES]
+        if max(stored) < 0:
+            return
+        try:
+            if min(stored) < 0:
+                raise ConfigError("they are not complete")
+            table = RowTable.read(stored[2])
+            if not table.is_live:
+                raise ConfigError("their table was not in order when it ended")
+        except (ConfigError, OSError) as error:
+            _log.warning("rows of the process before are not used: %s", error)
+            for fd in filter(lambda fd: fd >= 0, stored):
+                os.close(fd)
+            return
+        self.table, self._offered = table, (stored[0], stored[1])
+        for worker, times in Counter(table.workers).items():
+            self.former.append(worker)
+            for _ in range(times - 1):  # of several lives before
+                table.remove_worker(worker)
+
+    # -- opening -------------------------------------------------------------------------------------------------
+
+    def give(self, cpu: object) -> None:
+        """Offer the rows of the former process to a CPU tier that is to be opened."""
+        if self._offered is not None and isinstance(cpu, KeepsRows):
+            cpu.keep(*self._offered)
+
+    async def take(self, plane: ControlPlane, descriptors: tuple[int, int]) -> None:
+        """The CPU tier is open, with these descriptors: no other row of it is free while they may hold blocks."""
+        self.has_joined = False
+        control, num_rows = plane.control, len(plane.control.cpu.table)
+        offered, self._offered = self._offered, None
+        if self.table is not None and (offered != descriptors or self.table.num_rows != num_rows):
+            self.table.close()
+            self.table, self.former = None, []
+        if self.table is None:
+            self._found, self._lent, self._held, self.lost = None, [], [], frozenset()
+            self.table = RowTable.create(num_rows)
+            self._manager.keep(dict(zip(NAMES, (*descriptors, self.table.fd), strict=True)))
+            self.table.take_over(control.cpu.table)
+            return
+        self._found = await asyncio.to_thread(self.table.find)
+        control.cpu.table.next_generation = self._found.generation + 1
+        self._lent = control.cpu.lend(num_rows)
+
+    def join(self, plane: ControlPlane, digest: bytes, prefixes: set[bytes]) -> list[tuple[GroupIndex, list[int]]]:
+        """The first engine has joined, in this namespace: (group, rows) to verify, a part each, oldest first.
+
+        Namespaces of other keys are added to `prefixes`. Afterwards all rows are free, held, or to be verified.
+        """
+        assert self.table is not None
+        cpu, table, found, spaces = plane.control.cpu, self.table, self._found, [digest]
+        rows: Sequence[int] = ()
+        keys: Sequence[OffloadKey] = ()
+        if found is not None and self._is_current(plane):
+            rows = found.rows
+            spaces, keys = with_first(digest, table.spaces, found.keys)
+            prefixes.update(spaces[1:])
+        held = found.held if found is not None and self.former else frozenset()
+        self.lost = lost = found.lost if found is not None else frozenset()
+        if found is not None:
+            table.void()  # until it is whole again
+            table.take_over(cpu.table)
+        named = set(rows)
+        cpu.fill_lent(rows, keys)
+        cpu.table.set_generations(rows, range(cpu.table.next_generation, cpu.table.next_generation + len(rows)))
+        self._held = sorted(held - lost)
+        cpu.pin([row for row in self._held if row in named])
+        plane.return_lent([row for row in self._lent if row not in named and row not in held and row not in lost])
+        if lost:
+            _log.warning("%d rows are out of use: I/O of a former process into them may not have ended", len(lost))
+        self._found, self._lent, self.has_joined = None, [], True
+        table.begin(spaces, plane.control.epoch)
+        return list(_parts(rows, keys))
+
+    def add_space(self, prefix: bytes) -> None:
+        """Keys with this prefix may be in rows from here on; empty: those of the first namespace."""
+        if self.table is not None and prefix and prefix not in self.table.spaces:
+            self.table.add_space(prefix)
+
+    def _is_current(self, plane: ControlPlane) -> bool:
+        """True unless what a lower tier holds was reset while no process was there to reset the rows."""
+        assert self.table is not None
+        control = plane.control
+        is_current = not (control.resets or control.joining or (control.lowers and self.table.epoch != control.epoch))
+        if not is_current:
+            _log.warning("rows of the process before are not used: the tiers below were reset since")
+        return is_current
+
+    def release(self, plane: ControlPlane) -> None:
+        """No worker of the former process has a copy in flight any more. Pump afterwards."""
+        state, held, self._held = plane.control.cpu.table.state, self._held, []
+        lent = [row for row in held if state[row] == LENT]
+        plane.control.cpu.unpin([row for row in held if state[row] != LENT])
+        plane.return_lent(lent)
+
+    # -- workers -------------------------------------------------------------------------------------------------
+
+    def begin_worker(self, worker: Worker) -> None:
+        """A worker has connected."""
+        if self.table is not None:
+            self.table.add_worker(worker)
+
+    def end_worker(self, worker: Worker) -> None:
+        """A worker has no copy in flight any more, and begins none."""
+        if self.table is not None:
+            self.table.remove_worker(worker)
+
+    def end_former(self, worker: Worker) -> bool:
+        """So has one of the former process. True if none of that is left."""
+        if worker not in self.former:
+            return False
+        self.former.remove(worker)
+        self.end_worker(worker)
+        return not self.former
+
+    # -- resets --------------------------------------------------------------------------------------------------
+
+    def may_be_copied(self, row: int) -> bool:
+        """True while a worker of the former process may copy into or out of this row: nothing else may fill it."""
+        return not self.has_joined or row in self._held or row in self.lost
+
+    def on_reset(self, epoch: int) -> None:
+        """A later process finds nothing of what the rows held, unless the tiers below are in this epoch too."""
+        if self.table is not None:
+            self.table.epoch = epoch
+
+    def void(self) -> None:
+        """A later process finds nothing in these rows: the weights of blocks in them are not those of their name."""
+        if self.table is not None:
+            self.table.void()
+
+
+def intact_rows(rows: Rows, some: Sequence[int], nbytes: int) -> list[bool]:
+    """For each of some rows: True if its block, of so many bytes, still matches its checksum."""
+    is_short = nbytes <= SHORT_BYTES
+    return [checksum(rows.view[row, :nbytes].data, is_short) == rows.checksum(row) for row in some]
+
+
+def _parts(rows: Sequence[int], keys: Sequence[OffloadKey]) -> Iterator[tuple[GroupIndex, list[int]]]:
+    """Rows in parts of one group each, about in their order."""
+    for first in range(0, len(rows), VERIFIED_AT_ONCE):
+        of_group: dict[GroupIndex, list[int]] = {}
+        end = first + VERIFIED_AT_ONCE
+        for key, row in zip(keys[first:end], rows[first:end], strict=True):
+            of_group.setdefault(key_group(key), []).append(row)
+        yield from of_group.items()

@@ -1,0 +1,270 @@
+"""A stack process that ends and starts again over the rows that its service manager kept."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support_manager import Manager
+from support_service import NAMESPACE, PAGE, TestEngine, block_keys, stack_text, until
+from support_victims import NUMBERS, RUN, Victims, victims
+
+from kvtier.config import open_stack
+from kvtier.service.namespaces import with_first
+from kvtier.service.row_table import RowTable
+from kvtier.tier.contract import LookupResult
+from kvtier.types.keys import OffloadKey
+from kvtier.types.namespace import DIGEST_BYTES
+
+HIT, MISS = LookupResult.HIT, LookupResult.MISS
+ROWS = 1024
+"""Fewer than the blocks of the victims, so that rows are used again."""
+ENGINES = 4
+
+
+@contextmanager
+def managed(folder: str, tmp_path: Path, rows: int = 256, root: Path | None = None) -> Iterator[Manager]:
+    stack = tmp_path / "stack.yaml"
+    stack.write_text(stack_text(rows, root))
+    with Manager(stack, f"{folder}/m.sock") as manager:
+        yield manager
+
+
+@contextmanager
+def table_of(manager: Manager) -> Iterator[RowTable]:
+    """The table that a service keeps, or has left."""
+    table = RowTable.read(os.dup(manager.kept["kvtier-table"]))
+    try:
+        yield table
+    finally:
+        table.close()
+
+
+def numbers_in_rows(manager: Manager) -> set[int]:
+    """The blocks that the rows hold, by the table that a killed service has left."""
+    with table_of(manager) as table:
+        return {int.from_bytes(key[:16], "big") for key in table.find().keys}
+
+
+def pinned_rows(manager: Manager) -> int:
+    with table_of(manager) as table:
+        return int(np.count_nonzero(table._pins))
+
+
+def num_workers(manager: Manager) -> int:
+    with table_of(manager) as table:
+        return len(table.workers)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_blocks_in_rows_are_hits_after_the_service_has_ended(folder, tmp_path, number):
+    with managed(folder, tmp_path) as manager:
+        with TestEngine(f"{folder}/m.sock") as engine:
+            assert engine.store(range(48)) == ["stored"] * 48
+            manager.end(number)
+            engine.step_until(lambda: not engine.client.core.connected, "the end is seen")
+            manager.start()
+            engine.step_until(lambda: engine.client.core.joined, "the engine has joined again")
+            assert engine.load(range(48)) == ["hit"] * 48
+            assert engine.store(range(48, 64)) == ["stored"] * 16
+        with TestEngine(f"{folder}/m.sock") as engine:
+            assert engine.load(range(64)) == ["hit"] * 64
+        errors = manager.end(signal.SIGTERM)
+    assert "48 blocks of the process before are found in the rows again, 0 were not intact" in errors
+    assert "READY=1" in manager.said
+
+
+def test_without_a_service_manager_that_keeps_them_rows_are_cold(folder, tmp_path):
+    with managed(folder, tmp_path) as manager:
+        with TestEngine(f"{folder}/m.sock") as engine:
+            assert engine.store(range(8)) == ["stored"] * 8
+        manager.end(signal.SIGKILL)
+        manager.drop()
+        manager.start()
+        with TestEngine(f"{folder}/m.sock") as engine:
+            engine.step_until(lambda: engine.client.core.joined)
+            assert engine.look(range(8)) == [MISS] * 8
+
+
+async def test_what_was_reset_is_not_found_in_the_rows_of_before(folder, tmp_path):
+    """By its engine, and by another process that had the root meanwhile."""
+    root = tmp_path / "root"
+    with managed(folder, tmp_path, root=root) as manager:
+        with TestEngine(f"{folder}/m.sock") as engine:
+            assert engine.store(range(8)) == ["stored"] * 8
+            engine.client.core.reset()
+            engine.step_until(lambda: engine.client.core.serves, "the reset is durable")
+            assert engine.store(range(8, 16)) == ["stored"] * 8
+            manager.end(signal.SIGKILL)
+            engine.step_until(lambda: not engine.client.core.connected, "the end is seen")
+            manager.start()
+            engine.step_until(lambda: engine.client.core.joined, "the engine has joined again")
+            assert engine.load(range(8), "a") == ["missing"] * 8
+            assert engine.load(range(8, 16), "b") == ["hit"] * 8
+        manager.end(signal.SIGTERM)
+        async with open_stack(tmp_path / "stack.yaml", NAMESPACE, [torch.zeros((4, PAGE), dtype=torch.uint8)]) as stack:
+            await stack.reset()
+        manager.start()
+        with TestEngine(f"{folder}/m.sock") as engine:
+            engine.step_until(lambda: engine.client.core.joined)
+            assert engine.load(range(8, 16)) == ["missing"] * 8
+        assert "the tiers below were reset since" in manager.end(signal.SIGTERM)
+
+
+def test_a_block_that_is_not_whole_any_more_is_a_miss(folder, tmp_path):
+    with managed(folder, tmp_path) as manager:
+        with TestEngine(f"{folder}/m.sock") as engine:
+            assert engine.store(range(8)) == ["stored"] * 8
+            manager.end(signal.SIGKILL)
+            with table_of(manager) as table:
+                row = table.find().rows[3]
+            os.pwrite(manager.kept["kvtier-rows"], b"?", row * PAGE + 5)
+            engine.step_until(lambda: not engine.client.core.connected, "the end is seen")
+            manager.start()
+            engine.step_until(lambda: engine.client.core.joined, "the engine has joined again")
+            found = [engine.load(range(number, number + 1), f"r{number}")[0] for number in range(8)]
+        assert sorted(found) == ["hit"] * 7 + ["missing"]
+        assert "7 blocks of the process before are found in the rows again, 1 were not" in manager.end(signal.SIGTERM)
+
+
+@pytest.mark.parametrize("change", ["version", "rows", "torn", "not complete"])
+def test_memory_that_does_not_fit_is_cold_in_one_line(folder, tmp_path, change):
+    with managed(folder, tmp_path) as manager:
+        with TestEngine(f"{folder}/m.sock") as engine:
+            assert engine.store(range(8)) == ["stored"] * 8
+        manager.end(signal.SIGKILL)
+        with table_of(manager) as table:
+            if change == "version":
+                table._header["version"] = 0
+            elif change == "torn":
+                table.void()
+        if change == "rows":
+            (tmp_path / "stack.yaml").write_text(stack_text(512))
+        elif change == "not complete":
+            os.close(manager.kept.pop("kvtier-rows"))
+        manager.start()
+        with TestEngine(f"{folder}/m.sock") as engine:
+            engine.step_until(lambda: engine.client.core.joined)
+            assert engine.look(range(8)) == [MISS] * 8
+            assert engine.store(range(8)) == ["stored"] * 8
+            assert sorted(manager.kept) == ["kvtier-control", "kvtier-rows", "kvtier-table"]
+        assert "are not used" in manager.end(signal.SIGTERM)
+
+
+def test_keys_of_two_namespaces_are_found_whichever_joins_first():
+    first, second, third = (bytes([number]) * DIGEST_BYTES for number in range(7, 10))
+    keys = [*block_keys(3), *(OffloadKey(second + key) for key in block_keys(3)), OffloadKey(third + b"k" * 20)]
+    assert with_first(first, [first, second, third], keys) == ([first, second, third], keys)
+    spaces, renamed = with_first(second, [first, second, third], keys)
+    assert spaces == [second, first, third]
+    assert renamed == [*(OffloadKey(first + key) for key in block_keys(3)), *block_keys(3), keys[-1]]
+    assert with_first(first, spaces, renamed)[1] == keys
+
+
+# -- killed beside engines ---------------------------------------------------------------------------------------
+
+
+def freeze(found: list[Victims], number: int) -> None:
+    for each in found:
+        os.kill(each.pid, number)
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_rows_that_a_frozen_worker_may_still_write_wait_for_it(folder, tmp_path, seed, ends):
+    """It writes them once it goes on, or never: then its process has exited."""
+    first, rows = 10_000, 160
+    with managed(folder, tmp_path, rows) as manager, victims(f"{folder}/m.sock", tmp_path) as found:
+        found.begin(seed, "engine", stays=True)
+        until(lambda: found.pid and found.open()["fill"], "a fill is open")
+        os.kill(found.pid, signal.SIGSTOP)
+        assert found.open()["fill"]
+        manager.end(signal.SIGKILL)
+        held = pinned_rows(manager)
+        manager.start()
+        with TestEngine(f"{folder}/m.sock") as engine:
+            for start in range(first, first + 4 * rows, 16):  # every row that can be had, and again
+                assert engine.store(range(start, start + 16)) == ["stored"] * 16
+            assert held <= pinned_rows(manager) < rows
+            os.kill(found.pid, signal.SIGKILL if ends else signal.SIGCONT)
+            until(lambda: num_workers(manager) == (1 if ends else 2), "it is gone, or ready")
+            in_rows = [number for number in sorted(numbers_in_rows(manager)) if number >= first]
+            assert in_rows
+            for number in in_rows:
+                assert engine.load(range(number, number + 1), f"r{number}")[0] in ("hit", "missing")
+            if ends:
+                engine.step_until(lambda: pinned_rows(manager) <= len(engine.client.core._lent), "rows are back")
+
+
+def load_again(witness: TestEngine, numbers: range, counts: Counter[str]) -> list[int]:
+    """Load blocks: those that are missing."""
+    found = witness.load(numbers, f"w{numbers.start}")
+    counts.update(found)
+    return [number for number, status in zip(numbers, found, strict=True) if status == "missing"]
+
+
+@pytest.mark.parametrize("kills", [None, pytest.param(1000, marks=pytest.mark.long)])
+@pytest.mark.timeout(900)
+def test_a_service_killed_under_four_engines_serves_its_rows_again(
+    kills: int | None, folder: str, tmp_path: Path, seed: int, dial: Callable[[int, int], int], capsys
+) -> None:
+    """Engines store, reserve, hold and load. They are frozen at the kill, so that nothing is evicted before it is
+    looked for; what they had begun to copy goes on afterwards."""
+    kills = kills or dial(50, 4)
+    rng, counts, opens, took = random.Random(seed), Counter[str](), Counter[str](), list[float]()
+    with managed(folder, tmp_path, ROWS) as manager, ExitStack() as stack:
+        path = f"{folder}/m.sock"
+        witness = stack.enter_context(TestEngine(path))
+        found = []
+        for number in range(ENGINES):
+            (tmp_path / str(number)).mkdir()
+            found.append(stack.enter_context(victims(path, tmp_path / str(number))))
+            found[-1].begin(rng.randrange(1 << 30), "engine", stays=True)
+        for each in found:
+            until(lambda each=each: each.pid, "the victim serves")
+        for _ in range(kills):
+            until(lambda: num_workers(manager) == 1 + len(found), "all are ready, and none of before is waited for")
+            time.sleep(rng.random() * 0.3)
+            end = time.monotonic() + 2.0
+            while time.monotonic() < end and not any(any(each.open().values()) for each in found):
+                time.sleep(0.0005)
+            manager.end(signal.SIGKILL)
+            freeze(found, signal.SIGSTOP)
+            opens["something open"] += any(any(each.open().values()) for each in found)
+            there = numbers_in_rows(manager)
+            witness.step_until(lambda: not witness.client.core.connected, "the end is seen")
+            manager.start()
+            began = time.monotonic()
+            witness.step_until(lambda: witness.client.core.joined, "the witness has joined again")
+            took.append(time.monotonic() - began)
+            missed = list[int]()
+            for first in range(0, NUMBERS, RUN):
+                if some := [number for number in range(first, first + RUN) if number in there]:
+                    missed += load_again(witness, range(some[0], some[-1] + 1), counts)
+            evicted = set(missed) - numbers_in_rows(manager)
+            counts["evicted"] += len(evicted)
+            counts["missing"] -= len(evicted)
+            freeze(found, signal.SIGCONT)
+        for each in found:
+            each.end()
+        witness.step_until(lambda: pinned_rows(manager) <= len(witness.client.core._lent), "rows are back")
+        assert witness.store(range(2000, 2016)) == ["stored"] * 16
+        assert witness.load(range(2000, 2016)) == ["hit"] * 16
+    with capsys.disabled():
+        print(
+            f"\n{kills} kills, {opens['something open']} with something open; blocks that were in rows: {dict(counts)}"
+        )
+        print(f"joined {statistics.median(took):.2f} s after it listened, {max(took):.2f} s at most")
+    assert opens["something open"] >= kills / 2
+    assert set(counts) <= {"hit", "missing", "evicted"}
+    assert counts["missing"] <= 0.01 * counts.total()
+    assert counts["evicted"] <= 0.2 * counts.total(), "rows that are lent ahead, and those that wait for the frozen"
