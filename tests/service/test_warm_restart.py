@@ -8,7 +8,7 @@ import signal
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 from support_manager import Manager
-from support_service import NAMESPACE, PAGE, TestEngine, block_keys, stack_text, until
-from support_victims import NUMBERS, RUN, Victims, victims
+from support_service import BLOCKS, NAMESPACE, PAGE, TestEngine, block_keys, stack_text, until
+from support_victims import Victims, several_victims, victims
 
 from kvtier.config import open_stack
 from kvtier.service.namespaces import with_first
@@ -174,7 +174,7 @@ def test_keys_of_two_namespaces_are_found_whichever_joins_first():
 # -- killed beside engines ---------------------------------------------------------------------------------------
 
 
-def freeze(found: list[Victims], number: int) -> None:
+def freeze(found: Sequence[Victims], number: int) -> None:
     for each in found:
         os.kill(each.pid, number)
 
@@ -205,11 +205,29 @@ def test_rows_that_a_frozen_worker_may_still_write_wait_for_it(folder, tmp_path,
                 engine.step_until(lambda: pinned_rows(manager) <= len(engine.client.core._lent), "rows are back")
 
 
+def runs(numbers: set[int]) -> list[range]:
+    """These numbers in ranges of `BLOCKS` at most."""
+    found = list[range]()
+    for number in sorted(numbers):
+        if found and number == found[-1].stop and len(found[-1]) < BLOCKS:
+            found[-1] = range(found[-1].start, number + 1)
+        else:
+            found.append(range(number, number + 1))
+    return found
+
+
 def load_again(witness: TestEngine, numbers: range, counts: Counter[str]) -> list[int]:
-    """Load blocks: those that are missing."""
-    found = witness.load(numbers, f"w{numbers.start}")
-    counts.update(found)
-    return [number for number, status in zip(numbers, found, strict=True) if status == "missing"]
+    """Load blocks: those that are missing. What follows a missing one is not looked for with it, so it is again."""
+    missing = list[int]()
+    while numbers:
+        found = witness.load(numbers, f"w{numbers.start}")
+        hits = found.index("missing") if "missing" in found else len(found)
+        counts.update(hit=hits)
+        if hits < len(found):
+            missing.append(numbers[hits])
+            counts["missing"] += 1
+        numbers = numbers[hits + 1 :]
+    return missing
 
 
 @pytest.mark.parametrize("kills", [None, pytest.param(1000, marks=pytest.mark.long)])
@@ -219,16 +237,14 @@ def test_a_service_killed_under_four_engines_serves_its_rows_again(
 ) -> None:
     """Engines store, reserve, hold and load. They are frozen at the kill, so that nothing is evicted before it is
     looked for; what they had begun to copy goes on afterwards."""
-    kills = kills or dial(50, 4)
+    kills = kills or dial(50, 3)
     rng, counts, opens, took = random.Random(seed), Counter[str](), Counter[str](), list[float]()
     with managed(folder, tmp_path, ROWS) as manager, ExitStack() as stack:
         path = f"{folder}/m.sock"
         witness = stack.enter_context(TestEngine(path))
-        found = []
-        for number in range(ENGINES):
-            (tmp_path / str(number)).mkdir()
-            found.append(stack.enter_context(victims(path, tmp_path / str(number))))
-            found[-1].begin(rng.randrange(1 << 30), "engine", stays=True)
+        found = stack.enter_context(several_victims(path, tmp_path, ENGINES))
+        for each in found:
+            each.begin(rng.randrange(1 << 30), "engine", stays=True)
         for each in found:
             until(lambda each=each: each.pid, "the victim serves")
         for _ in range(kills):
@@ -247,9 +263,8 @@ def test_a_service_killed_under_four_engines_serves_its_rows_again(
             witness.step_until(lambda: witness.client.core.joined, "the witness has joined again")
             took.append(time.monotonic() - began)
             missed = list[int]()
-            for first in range(0, NUMBERS, RUN):
-                if some := [number for number in range(first, first + RUN) if number in there]:
-                    missed += load_again(witness, range(some[0], some[-1] + 1), counts)
+            for some in runs(there):
+                missed += load_again(witness, some, counts)
             evicted = set(missed) - numbers_in_rows(manager)
             counts["evicted"] += len(evicted)
             counts["missing"] -= len(evicted)

@@ -88,7 +88,7 @@ class TestEngine:
         while not true():
             assert time.monotonic() < end, f"not: {what or true}"
             self.step()
-            self.client.wait(0.02)
+            self.client.wait(0.004)
 
     def step(self) -> None:
         """Step, and keep what ended."""
@@ -110,7 +110,7 @@ class TestEngine:
             if job_id in self._ended:
                 return self._ended.pop(job_id)
             assert time.monotonic() < end, "a job did not end"
-            self.client.wait(0.02)
+            self.client.wait(0.004)
 
     def transfer(self, kind: JobKind, numbers: range, request: ClientRequest | None = None) -> list[str]:
         """A job for the blocks of these numbers; the status of each."""

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ PAUSE_SECONDS = 0.02
 class SlowCopies:
     """A worker's GPU tier whose copies take a while and write garbage first."""
 
-    def __init__(self, worker: WorkerClient, state: mmap.mmap, rng: random.Random) -> None:
+    def __init__(self, worker: WorkerClient, state: memoryview, rng: random.Random) -> None:
         self._worker, self._state, self._rng = worker, state, rng
         self._gpu = worker._gpu
         self._load, self._store = self._gpu.load, self._gpu.store
@@ -100,7 +100,7 @@ class Victim:
     """An engine that stores, reserves, holds and loads at random until it is killed."""
 
     def __init__(
-        self, client: EngineClient, cache: torch.Tensor, state: mmap.mmap, rng: random.Random, stays: bool
+        self, client: EngineClient, cache: torch.Tensor, state: memoryview, rng: random.Random, stays: bool
     ) -> None:
         self.client, self.cache, self.state, self.rng = client, cache, state, rng
         self.slots = list(range(SLOTS))
@@ -171,7 +171,7 @@ class Victim:
             self.held.pop(0)[0].end()
 
 
-def live(path: str, state: mmap.mmap, seed: int, kind: str, stays: bool) -> None:
+def live(path: str, state: memoryview, seed: int, kind: str, stays: bool) -> None:
     """In a forked child: an engine of one process, on a CPU or on `cuda`, or with its worker in another one.
 
     One that `stays` connects to the next stack process, and is known by an id of its own.
@@ -209,30 +209,32 @@ def live(path: str, state: mmap.mmap, seed: int, kind: str, stays: bool) -> None
 
 
 def main(path: str, file: str) -> None:
-    """Fork a victim for each line: a seed, a kind, and whether it stays. Its end is nobody's business here."""
+    """Fork a victim for each line: place, seed, kind, whether it stays. Its end is nobody's business here."""
     torch.set_num_threads(1)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with open(file, "r+b") as opened:
-        state = mmap.mmap(opened.fileno(), STATE_BYTES)
+        states = memoryview(mmap.mmap(opened.fileno(), 0))
     print("ready", flush=True)
     for line in sys.stdin:
-        seed, kind, stays = line.split()
+        place, seed, kind, stays = line.split()
+        state = states[int(place) * STATE_BYTES :][:STATE_BYTES]
         if not os.fork():
             os.close(0)
             live(path, state, int(seed), kind, stays == "True")
 
 
 class Victims:
-    """The process that forks them, as the test has it."""
+    """The process that forks them, as the test has it: those at one place, one after another."""
 
-    def __init__(self, process: subprocess.Popen[str], state: mmap.mmap) -> None:
-        self._process, self._state = process, state
+    def __init__(self, process: subprocess.Popen[str], states: memoryview, place: int) -> None:
+        self._process, self._place = process, place
+        self._state = states[place * STATE_BYTES :][:STATE_BYTES]
 
     def begin(self, seed: int, kind: str, stays: bool = False) -> None:
         """Start a victim; `pid` is known once it serves."""
         self._state[:] = bytes(STATE_BYTES)
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{seed} {kind} {stays}\n")
+        self._process.stdin.write(f"{self._place} {seed} {kind} {stays}\n")
         self._process.stdin.flush()
 
     def end(self) -> None:
@@ -251,11 +253,18 @@ class Victims:
 
 @contextmanager
 def victims(path: str, folder: Path) -> Iterator[Victims]:
-    """A process that forks victims."""
+    """A process that forks victims, one after another."""
+    with several_victims(path, folder, 1) as (found,):
+        yield found
+
+
+@contextmanager
+def several_victims(path: str, folder: Path, count: int) -> Iterator[Sequence[Victims]]:
+    """A process that forks victims, so many at once."""
     file = folder / "state"
-    file.write_bytes(bytes(STATE_BYTES))
+    file.write_bytes(bytes(STATE_BYTES * count))
     with open(file, "r+b") as opened:
-        state = mmap.mmap(opened.fileno(), STATE_BYTES)
+        states = memoryview(mmap.mmap(opened.fileno(), 0))
     command, log = [sys.executable, __file__, path, str(file)], folder / "victims.log"
     with open(log, "w") as errors:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True)
@@ -263,10 +272,9 @@ def victims(path: str, folder: Path) -> Iterator[Victims]:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == "ready\n", log.read_text()
-            yield Victims(process, state)
+            yield [Victims(process, states, place) for place in range(count)]
         finally:
             process.kill()
-            state.close()
     said = log.read_text()
     assert "WRONG" not in said, said
     assert "Traceback" not in said, said
