@@ -178,6 +178,11 @@ class KeptMemory:
 
     # -- resets --------------------------------------------------------------------------------------------------
 
+    @property
+    def out_of_use(self) -> tuple[int, int]:
+        """Rows that wait for workers of the former process, and those that are lost."""
+        return len(self._held), len(self.lost)
+
     def may_be_copied(self, row: int) -> bool:
         """True while a worker of the former process may copy into or out of this row: nothing else may fill it."""
         return not self.has_joined or row in self._held or row in self.lost

@@ -372,7 +372,20 @@ class Pool(TierStack):
         self._carry_out()
         return durable
 
-    def begin_reset(self, session: Session) -> asyncio.Future[object]:
+    async def reset_all(self) -> str:
+        """Reset for an operator. Returns once it is durable, or the reason why it holds in memory alone."""
+        durable = self._reset_all()
+        await asyncio.wait((durable,))
+        error = asyncio.CancelledError() if durable.cancelled() else durable.exception()
+        return "" if error is None else f"{type(error).__name__}: {error}"
+
+    @guard_step
+    def _reset_all(self) -> asyncio.Future[object]:
+        durable = self.begin_reset(None)
+        self._carry_out()
+        return durable
+
+    def begin_reset(self, session: Session | None) -> asyncio.Future[object]:
         """Reset as `TierStack.reset` does. The sessions know at once; `ResetDone` follows when it is durable."""
         super()._carry_out()  # before: what was decided in the epoch that ends
         make_durable = self._begin_reset()
@@ -381,7 +394,8 @@ class Pool(TierStack):
         for each in self.sessions.values():
             each.on_reset(each is session, self._clock())
         durable = asyncio.ensure_future(make_durable())
-        durable.add_done_callback(partial(self._on_reset_done, session))
+        if session is not None:
+            durable.add_done_callback(partial(self._on_reset_done, session))
         return durable
 
     @guard_step
@@ -400,6 +414,11 @@ class Pool(TierStack):
             if self._kept is not None:
                 self._kept.void()
             self.fault = f"an engine here has other weights than its namespace: {reason}"
+
+    @property
+    def rows_of_before(self) -> tuple[int, int]:
+        """Rows that wait for workers of a former process, and those that are out of use."""
+        return (0, 0) if self._kept is None else self._kept.out_of_use
 
     def announce(self, session: Session, keys: Sequence[OffloadKey]) -> None:
         """Events for one engine about these keys, behind those that there are."""

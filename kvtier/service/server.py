@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import logging
 import os
 import secrets
@@ -20,14 +21,27 @@ from kvtier.aio.shielded_wait import shielded_wait
 from kvtier.errors import ConfigError, GeometryError, KVTierError, ResourceError, UsageError
 from kvtier.service import wire
 from kvtier.service.channel import Channel, receive_greeting, send_greeting
+from kvtier.service.connected import Engine, Peer
 from kvtier.service.crash_file import CrashFile
 from kvtier.service.former_workers import FormerWorkers, worker_of
+from kvtier.service.inquiries import answer_of
 from kvtier.service.kept_memory import KeptMemory
 from kvtier.service.manifests import read_namespace
 from kvtier.service.pool import Pool, opening_fault, with_shared_rows
 from kvtier.service.row_table import Worker
-from kvtier.service.session import Session
-from kvtier.service.wire import FROM_ENGINE, FROM_WORKER, GREETING, PROTOCOL, Breach, Hello, Refused, Welcome, WireError
+from kvtier.service.wire import (
+    FROM_ENGINE,
+    FROM_WORKER,
+    GREETING,
+    PROTOCOL,
+    Breach,
+    Hello,
+    Inquiry,
+    InquiryAnswer,
+    Refused,
+    Welcome,
+    WireError,
+)
 from kvtier.stack.assembly import StackParts
 from kvtier.stack.shutdown import CloseReport
 from kvtier.stack.watching.socket_file import SocketFile
@@ -51,48 +65,6 @@ GOODBYE_SECONDS = 10.0
 _ACCEPTED_AT_ONCE = 8
 
 _log = logging.getLogger(__name__)
-
-
-class Peer:
-    """A connection of an engine's scheduler or worker, for a session of it."""
-
-    def __init__(self, channel: Channel, engine: Engine, worker: int | None, pidfd: int) -> None:
-        """`pidfd` is of the connected process, and -1 once it is not watched any more."""
-        self.channel = channel
-        self.engine = engine
-        self.pidfd = pidfd
-        self.quiet = worker is None
-        self.session = engine.session
-        self.worker = worker
-        self.writes = False
-
-
-class Engine:
-    """The processes of one life of an engine, and their session.
-
-    `earlier` sessions have lost their connections. Each ends when all processes have exited, or when all workers have
-    connected again and are `Ready`: those that are, are with it. `pidfds` are watched: of the connected processes, and
-    of those in `left`, workers by number that have disconnected and may still copy. `leaves`: the number of its
-    `Leave`, which it waits for. `distrusted`: what was stored is being reset, as that asked for.
-    """
-
-    def __init__(self, session: Session, hello: Hello) -> None:
-        self.session = session
-        self.token = hello.token
-        self.engine_id = hello.engine_id
-        self.scheduler: Peer | None = None
-        self.peers: set[Peer] = set()
-        self.pidfds: set[int] = set()
-        self.left: dict[int, set[int]] = {}
-        self.earlier: dict[Session, set[int]] = {}
-        self.leaves: int | None = None
-        self.distrusted = False
-
-    def has(self, hello: Hello) -> bool:
-        """True if another process is connected as this one."""
-        if hello.role == "scheduler":
-            return self.scheduler is not None
-        return any(peer.worker == hello.participant and peer.session is self.session for peer in self.peers)
 
 
 class StackServer:
@@ -309,6 +281,9 @@ class StackServer:
                 return
             for fd in descriptors:
                 undo.callback(os.close, fd)
+            if isinstance(hello, Inquiry):
+                await self._answer(sock, hello)
+                return
             fault = self._fault(sock, hello, descriptors) or await self._open_pool(hello)
             if fault:
                 with suppress(OSError):
@@ -317,6 +292,20 @@ class StackServer:
                 return
             undo.pop_all()
         self._welcome(sock, hello, descriptors[0])
+
+    async def _answer(self, sock: socket.socket, inquiry: Inquiry) -> None:
+        """Answer an operator. Another user gets none."""
+        if _peer_of(sock)[1] != os.geteuid():
+            return
+        names = {engine.session: engine.engine_id for engine in self._engines.values()}
+        document = await answer_of(inquiry.what, self._pool, names)
+        item = (
+            Refused(f"nothing to {inquiry.what[:32]} here")
+            if document is None
+            else InquiryAnswer(json.dumps(document).encode())
+        )
+        with suppress(OSError):
+            send_greeting(sock, item)
 
     def _fault(self, sock: socket.socket, hello: object, descriptors: list[int]) -> str:
         """Why a process is not served; empty if it is."""

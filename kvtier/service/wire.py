@@ -467,7 +467,19 @@ class Refused(Item, tag=98, frozen=True):
     reason: str
 
 
-Greeting = (Hello, Welcome, Refused)
+class Inquiry(Item, tag=99, frozen=True):
+    """The first message of an operator, in the place of `Hello`, without a pidfd: ping, status, engines or reset."""
+
+    what: str
+
+
+class InquiryAnswer(Item, tag=100, frozen=True):
+    """The answer: a JSON document. The connection ends with it."""
+
+    document: bytes
+
+
+Greeting = (Hello, Welcome, Refused, Inquiry, InquiryAnswer)
 T = TypeVar("T")
 _ENCODER = msgspec.msgpack.Encoder()
 

@@ -1,0 +1,84 @@
+"""Answers of a stack process to its operator: JSON documents, without keys, salts or contents.
+
+An inquiry is the first and only message of a connection, by the user of the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvtier.control.tiers.slot_table import SlotState
+from kvtier.service.pool import Pool
+from kvtier.service.session import Session
+from kvtier.service.wire import PROTOCOL
+from kvtier.stack.watching.stats import kvtier_version
+
+ENGINES_SHOWN_MAX, TEXT_SHOWN_MAX = 64, 200
+"""So that an answer fits a message."""
+
+
+async def answer_of(what: str, pool: Pool | None, names: Mapping[Session, str]) -> dict[str, Any] | None:
+    """The document for an inquiry; None for one that cannot be answered. `names` of engines by their sessions."""
+    if what == "ping":
+        return state_of(pool)
+    if what == "status":
+        return status_of(pool)
+    if what == "engines":
+        return engines_of(pool, names)
+    if what == "reset" and pool is not None and pool.is_open:
+        return state_of(pool) | {"fault": await pool.reset_all()}
+    return None
+
+
+def state_of(pool: Pool | None) -> dict[str, Any]:
+    """`ready`: an engine has brought a layout, and the tiers are open or wait for its namespace. `engines` that are
+    served."""
+    ready = pool is not None and pool.is_open and not pool.fault
+    engines = 0 if pool is None else sum(session.is_engine for session in pool.sessions.values())
+    return {"release": kvtier_version(), "protocol": PROTOCOL, "ready": ready, "engines": engines}
+
+
+def status_of(pool: Pool | None) -> dict[str, Any]:
+    """Rows by state, those of a former process that are out of use for a time or for good, and the tiers by name."""
+    if pool is None or not pool.is_open:
+        figures: dict[str, Any] = dict.fromkeys(("row_bytes", "waiting_rows", "lost_rows", "backlog"), 0)
+        return state_of(pool) | {"fault": ""} | figures | {"rows": {}, "tiers": {}}
+    counts, stats = pool.plane.control.cpu.table.counts, pool.stats()
+    shown = ("used_bytes", "capacity_bytes", "stored", "loaded", "evictions", "up")
+    waiting, lost = pool.rows_of_before
+    return state_of(pool) | {
+        "fault": pool.fault,
+        "row_bytes": pool.row_bytes,
+        "waiting_rows": waiting,
+        "lost_rows": lost,
+        "backlog": stats.backlog,
+        "rows": {state.name.lower(): counts[state] for state in SlotState if counts[state]},
+        "tiers": {name: {figure: getattr(tier, figure) for figure in shown} for name, tier in stats.tiers.items()},
+    }
+
+
+def engines_of(pool: Pool | None, names: Mapping[Session, str]) -> dict[str, Any]:
+    """Each engine that is connected or may still copy: its rows that are lent, leased and in copies, and its state."""
+    sessions = [] if pool is None else list(pool.sessions.values())[:ENGINES_SHOWN_MAX]
+    listed = [
+        {
+            "number": session.number,
+            "name": names.get(session, "")[:TEXT_SHOWN_MAX],
+            "state": _state(session),
+            "shut": session.shut[:TEXT_SHOWN_MAX],
+            "lent_rows": len(session.copying.lent),
+            "copy_rows": session.copying.rows,
+            "held_rows": session.held,
+        }
+        for session in sessions
+    ]
+    return state_of(pool) | {"listed": listed}
+
+
+def _state(session: Session) -> str:
+    if session.lost:
+        return "gone"
+    if session.shut:
+        return "shut out"
+    return "served" if session.serves else "waits" if session.is_engine else "joins"

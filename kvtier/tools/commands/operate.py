@@ -1,0 +1,104 @@
+"""`kvtier ping | status | engines | reset SOCKET`: what the operator of a `kvtier serve` needs."""
+
+import json
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import click
+from rich.console import Console
+
+from kvtier.cli.terminal import table
+from kvtier.errors import KVTierError, ResourceError
+from kvtier.options import size_text
+from kvtier.service.channel import receive_greeting, send_greeting
+from kvtier.service.wire import GREETING, Inquiry, InquiryAnswer
+
+VERSION = 1
+SECONDS = 10.0
+
+
+def inquire(path: str, what: str, seconds: float) -> dict[str, Any]:
+    """The answer of the stack process at a socket. Raises ResourceError if there is none in time."""
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as sock:
+            sock.settimeout(seconds)
+            sock.connect(path)
+            send_greeting(sock, Inquiry(what))
+            answer, _ = receive_greeting(sock, GREETING)
+    except (OSError, KVTierError) as error:
+        raise ResourceError(f"no stack process answers at {path}: {error}") from error
+    if not isinstance(answer, InquiryAnswer):
+        raise ResourceError(f"the stack process at {path} refuses: {getattr(answer, 'reason', answer)}")
+    found: dict[str, Any] = json.loads(answer.document)
+    return found
+
+
+def _options(command: Callable[..., None]) -> Callable[..., None]:
+    """The socket and the options that all have."""
+    command = click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")(command)
+    seconds = click.FloatRange(0.0, 3600.0, min_open=True)
+    command = click.option("--timeout", type=seconds, default=SECONDS, show_default=True, help="Seconds.")(command)
+    return click.argument("path", metavar="SOCKET")(command)
+
+
+def _shown(what: str, path: str, timeout: float, as_json: bool) -> dict[str, Any] | None:
+    """The answer, unless it was printed as JSON."""
+    found = inquire(path, what, timeout)
+    if not as_json:
+        return found
+    click.echo(json.dumps({"command": what, "version": VERSION} | found, indent=2))
+    return None
+
+
+@click.command(short_help="Look whether a stack process answers.")
+@_options
+def ping(path: str, timeout: float, as_json: bool) -> None:
+    """Exit with 0 if the event loop of a `kvtier serve` answers, with 2 if not: for a probe."""
+    found = _shown("ping", path, timeout, as_json)
+    if found is not None:
+        ready = "ready" if found["ready"] else "no engine yet"
+        click.echo(f"kvtier {found['release']}, protocol {found['protocol']}: {ready}, engines {found['engines']}")
+
+
+@click.command(short_help="Rows and tiers of a stack process.")
+@_options
+def status(path: str, timeout: float, as_json: bool) -> None:
+    """Show the rows of a `kvtier serve` by state, and its tiers."""
+    found = _shown("status", path, timeout, as_json)
+    if found is None:
+        return
+    rows = ", ".join(f"{count} {state}" for state, count in found["rows"].items())
+    click.echo(f"engines {found['engines']}; rows of {size_text(found['row_bytes'])}: {rows or 'none yet'}")
+    if found["waiting_rows"] or found["lost_rows"]:
+        click.echo(f"of the process before: {found['waiting_rows']} rows wait, {found['lost_rows']} are out of use")
+    if found["fault"]:
+        click.echo(f"no engine may join: {found['fault']}")
+    cells = [
+        (name, size_text(tier["used_bytes"]), size_text(tier["capacity_bytes"]), *map(str, list(tier.values())[2:5]))
+        for name, tier in found["tiers"].items()
+    ]
+    Console().print(table(("tier", "used", "of", "stored", "loaded", "evicted"), cells))
+
+
+@click.command(short_help="Engines of a stack process.")
+@_options
+def engines(path: str, timeout: float, as_json: bool) -> None:
+    """List the engines of a `kvtier serve`, with the rows that each holds."""
+    found = _shown("engines", path, timeout, as_json)
+    if found is not None:
+        columns = ("number", "name", "state", "lent_rows", "copy_rows", "held_rows")
+        cells = [[str(engine[column]) for column in columns] for engine in found["listed"]]
+        Console().print(table([column.replace("_", " ") for column in columns], cells, words=(1, 2)))
+
+
+@click.command(short_help="Make all blocks of a stack process unreachable.")
+@_options
+def reset(path: str, timeout: float, as_json: bool) -> None:
+    """Make every block of a `kvtier serve` unreachable, for all its engines, in rows and below. Returns once that is
+    durable."""
+    found = _shown("reset", path, timeout, as_json)
+    if found is not None:
+        click.echo(found["fault"] or "nothing stored before is found any more")
+    if found is not None and found["fault"]:
+        raise click.exceptions.Exit(1)

@@ -1,0 +1,67 @@
+"""`kvtier ping | status | engines | reset` at a real `kvtier serve`."""
+
+from __future__ import annotations
+
+import json
+import socket
+
+import pytest
+from click.testing import CliRunner
+from support_service import PAGE, TestEngine, stack_process, stack_text
+
+from kvtier.cli import main
+from kvtier.service.channel import send_greeting
+from kvtier.service.wire import Inquiry
+
+
+def run(*words: str, status: int = 0) -> str:
+    found = CliRunner().invoke(main, words)
+    assert found.exit_code == status, (words, found.output)
+    return found.output
+
+
+def asked(path: str, what: str) -> dict:
+    return json.loads(run(what, path, "--json"))
+
+
+def test_an_operator_sees_engines_and_rows_and_resets_them(tmp_path):
+    stack, path = tmp_path / "stack.yaml", str(tmp_path / "socket")
+    stack.write_text(stack_text(256, tmp_path / "root"))
+    run("ping", path, "--timeout", "1", status=2)
+    with stack_process(stack, path):
+        assert not asked(path, "ping")["ready"]
+        assert "no engine yet" in run("ping", path)
+        assert "none yet" in run("status", path)
+        assert asked(path, "engines")["listed"] == []
+        run("reset", path, status=2)
+        with TestEngine(path, "one") as one, TestEngine(path, "two") as two:
+            assert one.store(range(16)) == ["stored"] * 16
+            assert two.load(range(16)) == ["hit"] * 16
+            assert asked(path, "ping") == asked(path, "ping") | {"ready": True, "engines": 2, "protocol": 1}
+            status = asked(path, "status")
+            assert (status["rows"]["ready"], status["row_bytes"]) == (16, PAGE)
+            assert sum(status["rows"].values()) == 256
+            assert status["tiers"]["cpu"]["used_bytes"] >= 16 * PAGE
+            assert "16 ready" in run("status", path)
+            listed = {engine["name"]: engine for engine in asked(path, "engines")["listed"]}
+            assert {name: engine["state"] for name, engine in listed.items()} == {"one": "served", "two": "served"}
+            assert listed["one"]["lent_rows"] == len(one.client.core._lent)
+            assert "served" in run("engines", path)
+            assert run("reset", path) == "nothing stored before is found any more\n"
+            assert one.load(range(16), "a") == ["missing"] * 16
+            assert two.load(range(16), "b") == ["missing"] * 16
+            assert one.store(range(16)) == ["stored"] * 16
+            assert two.load(range(16), "c") == ["hit"] * 16
+
+
+@pytest.mark.parametrize("what", ["", "leave", "x" * 1000])
+def test_an_inquiry_that_is_none_is_refused(tmp_path, what):
+    stack, path = tmp_path / "stack.yaml", str(tmp_path / "socket")
+    stack.write_text(stack_text(64))
+    with stack_process(stack, path):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+            sock.connect(path)
+            send_greeting(sock, Inquiry(what))
+            sock.settimeout(10)
+            assert b"nothing to" in sock.recv(1 << 16)
+        assert "protocol" in run("ping", path)
