@@ -231,7 +231,7 @@ def load_again(witness: TestEngine, numbers: range, counts: Counter[str]) -> lis
 
 
 @pytest.mark.parametrize("kills", [None, pytest.param(1000, marks=pytest.mark.long)])
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3600)
 def test_a_service_killed_under_four_engines_serves_its_rows_again(
     kills: int | None, folder: str, tmp_path: Path, seed: int, dial: Callable[[int, int], int], capsys
 ) -> None:
