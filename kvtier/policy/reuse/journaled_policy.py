@@ -193,7 +193,7 @@ class JournaledPolicy(RequestPolicy):
         """From the journal: the call, for which the slots of `back` are not there, and then these are."""
         gone = set(back)
         call(*arguments, [-1 if slot in gone else slot for slot in slots])
-        self._put_back([slot for slot in reversed(slots) if slot in gone])
+        self._put_back([slot for slot in dict.fromkeys(reversed(slots)) if slot in gone])
 
     def _put_back(self, slots: Sequence[int]) -> None:
         """From the journal: these are the policy's, as blocks that have become ready, leaf before root."""
@@ -203,10 +203,10 @@ class JournaledPolicy(RequestPolicy):
 
 
 def _taken(ahead: dict[int, None], slots: Sequence[int]) -> list[int]:
-    """Remove the slots that are ahead, and return them."""
+    """Remove the slots that are ahead, and return them, each once: a job may name a block twice."""
     if not ahead or ahead.keys().isdisjoint(slots):
         return []
-    taken = [slot for slot in slots if slot in ahead]
+    taken = [slot for slot in dict.fromkeys(slots) if slot in ahead]
     for slot in taken:
         del ahead[slot]
     return taken
