@@ -20,8 +20,10 @@ from support_service import BLOCKS, NAMESPACE, PAGE, TestEngine, block_keys, sta
 from support_victims import Victims, several_victims, victims
 
 from kvtier.config import open_stack
+from kvtier.service.kept_memory import NAMES, KeptMemory
 from kvtier.service.namespaces import with_first
-from kvtier.service.row_table import RowTable
+from kvtier.service.row_table import RowTable, Worker
+from kvtier.service.service_manager import ServiceManager
 from kvtier.tier.contract import LookupResult
 from kvtier.types.keys import OffloadKey
 from kvtier.types.namespace import DIGEST_BYTES
@@ -137,27 +139,45 @@ def test_a_block_that_is_not_whole_any_more_is_a_miss(folder, tmp_path):
         assert "7 blocks of the process before are found in the rows again, 1 were not" in manager.end(signal.SIGTERM)
 
 
-@pytest.mark.parametrize("change", ["version", "rows", "torn", "not complete"])
-def test_memory_that_does_not_fit_is_cold_in_one_line(folder, tmp_path, change):
+@pytest.mark.parametrize("change", ["none", "version", "rows", "torn", "not complete"])
+def test_memory_that_is_not_believed_is_one_line(change, caplog):
+    manager, table = ServiceManager({}), RowTable.create(64)
+    table.begin([b"d" * DIGEST_BYTES], 3)
+    table.add_worker(Worker(7, os.getpid(), 1))
+    if change == "version":
+        table._header["version"] = 0
+    elif change == "rows":
+        table._header["num_rows"] = 6500
+    elif change == "torn":
+        table.void()
+    manager.stored = {name: os.dup(table.fd) for name in NAMES}
+    if change == "not complete":
+        os.close(manager.stored.pop(NAMES[0]))
+    given = list(manager.stored.values())
+    kept = KeptMemory(manager)
+    if change == "none":
+        assert kept.former == [Worker(7, os.getpid(), 1)]
+        return
+    assert (kept.table, kept.former, manager.stored) == (None, [], {})
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "are not used" in caplog.text
+    for fd in given:
+        with pytest.raises(OSError):
+            os.fstat(fd)
+
+
+def test_rows_of_another_count_are_cold(folder, tmp_path):
     with managed(folder, tmp_path) as manager:
         with TestEngine(f"{folder}/m.sock") as engine:
             assert engine.store(range(8)) == ["stored"] * 8
         manager.end(signal.SIGKILL)
-        with table_of(manager) as table:
-            if change == "version":
-                table._header["version"] = 0
-            elif change == "torn":
-                table.void()
-        if change == "rows":
-            (tmp_path / "stack.yaml").write_text(stack_text(512))
-        elif change == "not complete":
-            os.close(manager.kept.pop("kvtier-rows"))
+        (tmp_path / "stack.yaml").write_text(stack_text(512))
         manager.start()
         with TestEngine(f"{folder}/m.sock") as engine:
             engine.step_until(lambda: engine.client.core.joined)
             assert engine.look(range(8)) == [MISS] * 8
             assert engine.store(range(8)) == ["stored"] * 8
-            assert sorted(manager.kept) == ["kvtier-control", "kvtier-rows", "kvtier-table"]
+            assert sorted(manager.kept) == sorted(NAMES)
         assert "are not used" in manager.end(signal.SIGTERM)
 
 
