@@ -295,9 +295,10 @@ class CountedPool:
         self._begin = server.pool.begin_reset
         server.pool.begin_reset = self.begin_reset  # type: ignore[method-assign]
 
-    def begin_reset(self, session: Session) -> asyncio.Future[object]:
+    def begin_reset(self, session: Session | None) -> asyncio.Future[object]:
         """Count what is reachable, then reset."""
         server = self._server
+        assert session is not None  # no operator
         token = next(token for token, engine in server.engines.items() if engine.session is session)
         server.count_void(session)
         for number in session._resets:
