@@ -25,7 +25,8 @@ from kvtier.tier.checksum import SHORT_BYTES, checksum
 from kvtier.tier.contract import Rows
 from kvtier.types.keys import GroupIndex, OffloadKey, key_group
 
-NAMES = ROWS, CONTROL, TABLE = "kvtier-rows", "kvtier-control", "kvtier-table"
+TABLE = "kvtier-table"
+NAMES = ("kvtier-rows", "kvtier-control", TABLE)
 VERIFIED_AT_ONCE = 256
 """Rows that are read in one go before they are found again."""
 
@@ -43,17 +44,19 @@ class KeepsRows(Protocol):
 class KeptMemory:
     """The rows of one pool after another, and their table, with a service manager that keeps them.
 
-    A pool calls `give` before its CPU tier opens, `take` after that, and `join` with its first namespace.
+    A pool calls `give` before its CPU tier opens, `take` after that, and `join` with its first namespace. `held` rows
+    wait for the `former` workers, which may copy into or out of them; `lost` ones are of no use any more.
     """
 
     def __init__(self, manager: ServiceManager) -> None:
         self.table: RowTable | None = None
         self.former: list[Worker] = []
         self._manager = manager
-        self._offered: tuple[int, int] | None = None
+        self._stored: list[int] = []
+        self._given: tuple[int, ...] = ()
         self._found: FoundRows | None = None
         self._lent: list[int] = []
-        self._held: list[int] = []
+        self.held: list[int] = []
         self.lost: frozenset[int] = frozenset()
         self.has_joined = False
         self._begin()
@@ -74,7 +77,7 @@ class KeptMemory:
             for fd in filter(lambda fd: fd >= 0, stored):
                 os.close(fd)
             return
-        self.table, self._offered = table, (stored[0], stored[1])
+        self.table, self._stored = table, stored[:2]
         for worker, times in Counter(table.workers).items():
             self.former.append(worker)
             for _ in range(times - 1):  # of several lives before
@@ -83,20 +86,24 @@ class KeptMemory:
     # -- opening -------------------------------------------------------------------------------------------------
 
     def give(self, cpu: object) -> None:
-        """Offer the rows of the former process to a CPU tier that is to be opened."""
-        if self._offered is not None and isinstance(cpu, KeepsRows):
-            cpu.keep(*self._offered)
+        """Offer the rows of the former process to a CPU tier that is to be opened. Where that fails, the next one is
+        offered them too."""
+        if self._stored and isinstance(cpu, KeepsRows):
+            rows_fd, control_fd = self._given = tuple(map(os.dup, self._stored))
+            cpu.keep(rows_fd, control_fd)
 
     async def take(self, plane: ControlPlane, descriptors: tuple[int, int]) -> None:
         """The CPU tier is open, with these descriptors: no other row of it is free while they may hold blocks."""
         self.has_joined = False
         control, num_rows = plane.control, len(plane.control.cpu.table)
-        offered, self._offered = self._offered, None
-        if self.table is not None and (offered != descriptors or self.table.num_rows != num_rows):
+        while self._stored:
+            os.close(self._stored.pop())
+        given, self._given = self._given, ()
+        if self.table is not None and (given != descriptors or self.table.num_rows != num_rows):
             self.table.close()
             self.table, self.former = None, []
         if self.table is None:
-            self._found, self._lent, self._held, self.lost = None, [], [], frozenset()
+            self._found, self._lent, self.held, self.lost = None, [], [], frozenset()
             self.table = RowTable.create(num_rows)
             self._manager.keep(dict(zip(NAMES, (*descriptors, self.table.fd), strict=True)))
             self.table.take_over(control.cpu.table)
@@ -126,8 +133,8 @@ class KeptMemory:
         named = set(rows)
         cpu.fill_lent(rows, keys)
         cpu.table.set_generations(rows, range(cpu.table.next_generation, cpu.table.next_generation + len(rows)))
-        self._held = sorted(held - lost)
-        cpu.pin([row for row in self._held if row in named])
+        self.held = sorted(held - lost)
+        cpu.pin([row for row in self.held if row in named])
         plane.return_lent([row for row in self._lent if row not in named and row not in held and row not in lost])
         if lost:
             _log.warning("%d rows are out of use: I/O of a former process into them may not have ended", len(lost))
@@ -151,7 +158,7 @@ class KeptMemory:
 
     def release(self, plane: ControlPlane) -> None:
         """No worker of the former process has a copy in flight any more. Pump afterwards."""
-        state, held, self._held = plane.control.cpu.table.state, self._held, []
+        state, held, self.held = plane.control.cpu.table.state, self.held, []
         lent = [row for row in held if state[row] == LENT]
         plane.control.cpu.unpin([row for row in held if state[row] != LENT])
         plane.return_lent(lent)
@@ -177,15 +184,6 @@ class KeptMemory:
         return not self.former
 
     # -- resets --------------------------------------------------------------------------------------------------
-
-    @property
-    def out_of_use(self) -> tuple[int, int]:
-        """Rows that wait for workers of the former process, and those that are lost."""
-        return len(self._held), len(self.lost)
-
-    def may_be_copied(self, row: int) -> bool:
-        """True while a worker of the former process may copy into or out of this row: nothing else may fill it."""
-        return not self.has_joined or row in self._held or row in self.lost
 
     def on_reset(self, epoch: int) -> None:
         """A later process finds nothing of what the rows held, unless the tiers below are in this epoch too."""

@@ -79,7 +79,6 @@ class Pool(TierStack):
         self._send = send
         self._handling = False
         self._fills: dict[JobId, Session] = {}
-        self._not_intact = 0
         self._last = self._last_fill = 0
         self._turns = 0
         self._document, self._document_until = b"", -math.inf
@@ -299,15 +298,16 @@ class Pool(TierStack):
             self._verifying.add_done_callback(self._on_all_verified)
 
     async def _verify(self, parts: Sequence[tuple[GroupIndex, list[int]]]) -> None:
+        found = lost = 0
         for group, rows in parts:
             nbytes = self.geometry.aligned_bytes(group)
-            self._on_verified(rows, await asyncio.to_thread(intact_rows, self._rows, rows, nbytes))
-        total, lost = sum(len(rows) for _, rows in parts), self._not_intact
-        _log.info("%d blocks of the process before are found in the rows again, %d were not intact", total - lost, lost)
+            intact = await asyncio.to_thread(intact_rows, self._rows, rows, nbytes)
+            self._on_verified(rows, intact)
+            found, lost = found + intact.count(True), lost + intact.count(False)
+        _log.info("%d blocks of the process before are found in the rows again, %d were not intact", found, lost)
 
     @guard_step
     def _on_verified(self, rows: Sequence[int], intact: Sequence[bool]) -> None:
-        self._not_intact += intact.count(False)
         end_adoption(self.plane, rows, intact, self._clock())
         self._carry_out()
 
@@ -376,8 +376,7 @@ class Pool(TierStack):
         """Reset for an operator. Returns once it is durable, or the reason why it holds in memory alone."""
         durable = self._reset_all()
         await asyncio.wait((durable,))
-        error = asyncio.CancelledError() if durable.cancelled() else durable.exception()
-        return "" if error is None else f"{type(error).__name__}: {error}"
+        return _fault_of(durable)
 
     @guard_step
     def _reset_all(self) -> asyncio.Future[object]:
@@ -400,9 +399,9 @@ class Pool(TierStack):
 
     @guard_step
     def _on_reset_done(self, session: Session, ended: asyncio.Future[object]) -> None:
-        error = asyncio.CancelledError() if ended.cancelled() else ended.exception()
+        fault = _fault_of(ended)
         if self.is_open:
-            session.on_reset_done("" if error is None else f"{type(error).__name__}: {error}")
+            session.on_reset_done(fault)
             self._carry_out()
 
     def hold_back(self, session: Session, reason: str) -> None:
@@ -418,7 +417,7 @@ class Pool(TierStack):
     @property
     def rows_of_before(self) -> tuple[int, int]:
         """Rows that wait for workers of a former process, and those that are out of use."""
-        return (0, 0) if self._kept is None else self._kept.out_of_use
+        return (0, 0) if self._kept is None else (len(self._kept.held), len(self._kept.lost))
 
     def announce(self, session: Session, keys: Sequence[OffloadKey]) -> None:
         """Events for one engine about these keys, behind those that there are."""
@@ -537,6 +536,12 @@ class Pool(TierStack):
             self._failed = True
             self.on_defect(error)
         raise error
+
+
+def _fault_of(ended: asyncio.Future[object]) -> str:
+    """The exception that a future has ended with, in a line; empty if it has a result."""
+    error = asyncio.CancelledError() if ended.cancelled() else ended.exception()
+    return "" if error is None else f"{type(error).__name__}: {error}"
 
 
 def opening_fault(error: Exception) -> str:

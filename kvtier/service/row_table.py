@@ -19,7 +19,6 @@ such a row is lost, for this process and all that follow.
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 from collections.abc import Sequence
@@ -39,7 +38,6 @@ KEY_BYTES_MAX = 94
 """Rows of longer keys are not found again."""
 PROCESSES_MAX, SPACES_MAX = 1024, 8
 ROWS_MAX = 1 << 31
-SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 HEADER = np.dtype(
     [
@@ -109,15 +107,12 @@ class RowTable:
     @classmethod
     def create(cls, num_rows: int) -> RowTable:
         """An empty table, of which nothing is believed yet. Raises OSError."""
-        layout = _layout(num_rows)
-        fd = os.memfd_create("kvtier-table", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        header = np.zeros(1, HEADER)
+        header["magic"], header["version"], header["num_rows"] = MAGIC, VERSION, num_rows
+        fd = os.memfd_create("kvtier-table", os.MFD_CLOEXEC)
         try:
-            os.ftruncate(fd, layout.itemsize)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
-            with mmap.mmap(fd, layout.itemsize) as memory:
-                header = np.zeros(1, HEADER)
-                header["magic"], header["version"], header["num_rows"] = MAGIC, VERSION, num_rows
-                memory[: HEADER.itemsize] = header.tobytes()
+            os.ftruncate(fd, _layout(num_rows).itemsize)
+            os.pwrite(fd, header.tobytes(), 0)
             return cls(fd, num_rows)
         except BaseException:
             os.close(fd)

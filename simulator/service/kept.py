@@ -21,8 +21,6 @@ class SimulatedManager:
     """Keeps descriptors over the lives of a stack process, and the rows that they stand for. The table of a killed
     process is copied: what still runs of it in this process cannot write it."""
 
-    is_there = True
-
     def __init__(self) -> None:
         self.stored: dict[str, int] = {}
         self.rows: NamedRows | None = None

@@ -126,7 +126,8 @@ class ServiceRows:
         later = self.next
         while later is not None and later.next is not None:
             later = later.next
-        if later is not None and later.kept is not None and not later.kept.may_be_copied(row):
+        kept = None if later is None else later.kept
+        if kept is not None and kept.has_joined and row not in kept.held and row not in kept.lost:
             oracle.violation(f"row {row} is copied for a session of a process before, and another one gives it away")
 
     def check_all_free(self, oracle: ServiceOracle) -> None:

@@ -166,6 +166,21 @@ def test_memory_that_is_not_believed_is_one_line(change, caplog):
             os.fstat(fd)
 
 
+def test_an_opening_that_fails_leaves_the_rows_to_the_next_one():
+    class ClosedTier:
+        def keep(self, rows_fd: int, control_fd: int) -> None:
+            for fd in (rows_fd, control_fd):
+                os.close(fd)
+
+    manager, table = ServiceManager({}), RowTable.create(64)
+    table.begin([b"d" * DIGEST_BYTES], 0)
+    manager.stored = {name: os.dup(table.fd) for name in NAMES}
+    kept = KeptMemory(manager)
+    for _ in range(3):
+        kept.give(ClosedTier())
+    assert kept.table is not None
+
+
 def test_rows_of_another_count_are_cold(folder, tmp_path):
     with managed(folder, tmp_path) as manager:
         with TestEngine(f"{folder}/m.sock") as engine:

@@ -13,12 +13,13 @@ from kvtier.types.jobs import CORRUPT
 def end_adoption(plane: ControlPlane, rows: Sequence[int], intact: Sequence[bool], now: float) -> None:
     """Rows that were lent and named hold the blocks of their keys already, if they are `intact`. Pump afterwards."""
     control, cpu, state = plane.control, plane.control.cpu, plane.control.cpu.table.state
+    good = [row for row, ok in zip(rows, intact, strict=True) if ok]
     bad = [row for row, ok in zip(rows, intact, strict=True) if not ok]
-    cpu.commit([row for row, ok in zip(rows, intact, strict=True) if ok])
+    cpu.commit(good)
     cpu.abort(bad)
     for _ in bad:
         control.cpu_counters.count(CORRUPT)
-    ready = [row for row, ok in zip(rows, intact, strict=True) if ok and state[row] == READY]
+    ready = [row for row in good if state[row] == READY]
     plane.demotions.row_ready(ready, CPU_TIER, now)
     control.end_fill(ready, True, CPU_TIER, now)
     control.end_fill([row for row in rows if state[row] != READY], False, CPU_TIER, now)
