@@ -62,8 +62,7 @@ def busy_engine_stack(root: str, io_engine: str) -> EngineStack:
     stack.open()
     for start, names in batches():
         stack.submit(stack.job(JobKind.STORE, [whole(names, start)]))
-    until = time.monotonic() + 30
-    while not under_way(stack) and time.monotonic() < until:
+    while stack.has_pending_work and not under_way(stack):  # where this thread waited, all may have ended before
         stack.step()
     return stack
 
