@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kvtier.config import StackConfig, load_stack, open_stack, parse_stack
     from kvtier.engines.process_calls import ProcessCalls, ProcessRequest, ProcessReservation
-    from kvtier.engines.process_stack import ProcessStack, open_engine_stack
+    from kvtier.engines.process_stack import ProcessStack, connect_engine_stack, open_engine_stack
     from kvtier.errors import ConfigError, GeometryError, IntegrityError, KVTierError, ResourceError, UsageError
     from kvtier.metrics import metric_families
     from kvtier.stack import CloseReport, EngineStack, StackStats, TierStack, TierStats
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "kvtier.config": "StackConfig load_stack open_stack parse_stack",
     "kvtier.engines.process_calls": "ProcessCalls ProcessRequest ProcessReservation",
-    "kvtier.engines.process_stack": "ProcessStack open_engine_stack",
+    "kvtier.engines.process_stack": "ProcessStack connect_engine_stack open_engine_stack",
     "kvtier.errors": "ConfigError GeometryError IntegrityError KVTierError ResourceError UsageError",
     "kvtier.metrics": "metric_families",
     "kvtier.stack": "CloseReport EngineStack StackStats TierStack TierStats",
@@ -55,7 +55,7 @@ _MODULES = {name: module for module, names in _NAMES.items() for name in names.s
 __all__ = ["__version__"]  # type checkers read only literals
 __all__ += ["StackConfig", "load_stack", "open_stack", "parse_stack"]
 __all__ += ["ProcessCalls", "ProcessRequest", "ProcessReservation"]
-__all__ += ["ProcessStack", "open_engine_stack"]
+__all__ += ["ProcessStack", "connect_engine_stack", "open_engine_stack"]
 __all__ += ["ConfigError", "GeometryError", "IntegrityError", "KVTierError", "ResourceError", "UsageError"]
 __all__ += ["metric_families"]
 __all__ += ["CloseReport", "EngineStack", "StackStats", "TierStack", "TierStats"]

@@ -27,6 +27,7 @@ from kvtier.stack.core import BlockGroup, check_job, whole_groups
 from kvtier.stack.shutdown import CloseReport
 from kvtier.stack.watching.stats import StackStats
 from kvtier.tier.contract import LoadStore, LookupResult
+from kvtier.tier.registry import discover
 from kvtier.types.checks import check_hint, check_info, check_keys, check_text, check_timeout, check_types, check_whole
 from kvtier.types.events import OffloadingEvent
 from kvtier.types.geometry import Geometry, KVLayout
@@ -380,3 +381,17 @@ def open_engine_stack(
         raise ConfigError("a stack in a process of its own serves the tensors of the calling process", "driver")
     text = config.model_dump_json(exclude_unset=True)
     return ProcessStack(parts, lambda: PrivateStack(text, config.runtime_dir))
+
+
+def connect_engine_stack(
+    service: str | os.PathLike[str], namespace: Namespace, tensors: Sequence[torch.Tensor], *, engine_id: str = ""
+) -> ProcessStack:
+    """The stack of a `kvtier serve`, for `with`: `service` is its socket, `tensors` hold the engine's GPU blocks.
+
+    Engines of one namespace find each other's blocks; the tiers, and the tag of the namespace, are those of the
+    service's stack file. `engine_id` is a name for `kvtier engines`. Opening it raises ResourceError if no stack
+    process answers, ConfigError if it does not serve this engine.
+    """
+    gpu = discover().get("gpu")
+    parts = StackParts([gpu(gpu.Options(type="gpu"))], namespace, tensors, engine_id=engine_id)
+    return ProcessStack(parts, lambda: os.path.abspath(service))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 
 import pytest
 from click.testing import CliRunner
 from support_service import PAGE, TestEngine, stack_process, stack_text
 
+from faults.machine import warm
 from kvtier.cli import main
 from kvtier.service.channel import send_greeting
 from kvtier.service.wire import Inquiry
@@ -28,7 +30,10 @@ def test_an_operator_sees_engines_and_rows_and_resets_them(tmp_path):
     stack, path = tmp_path / "stack.yaml", str(tmp_path / "socket")
     stack.write_text(stack_text(256, tmp_path / "root"))
     run("ping", path, "--timeout", "1", status=2)
+    run("ping", path, "--wait", "--timeout", "0.1", status=2)
+    waiting = warm.Popen([sys.executable, "-c", "from kvtier.cli import main; main()", "ping", "--wait", path])
     with stack_process(stack, path):
+        assert waiting.wait(60.0) == 0
         assert not asked(path, "ping")["ready"]
         assert "no engine yet" in run("ping", path)
         assert "none yet" in run("status", path)

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from support_service import peer_pid, until
+from support_service import peer_pid, stack_process, stack_text, until
 from support_shutdown import run_in_child
 from support_stack import run_jobs, statuses
 
 import kvtier
-from kvtier.errors import UsageError
+from kvtier.errors import ResourceError, UsageError
 
 LAYOUT = kvtier.KVLayout.of_pages(4096, block_size=16)
 KEYS = kvtier.block_keys([bytes([number]) * 16 for number in range(4)])
@@ -120,3 +120,22 @@ def test_a_stack_that_is_not_closed_says_so(short_folder, tmp_path, pages):
     with pytest.warns(ResourceWarning, match="unclosed <.*ProcessStack"):
         del stack
     client.close()
+
+
+def test_engines_at_a_service_find_each_others_blocks(tmp_path: Path, pages: torch.Tensor) -> None:
+    stack, path = tmp_path / "stack.yaml", str(tmp_path / "socket")
+    stack.write_text(stack_text(256))
+    namespace = kvtier.Namespace(LAYOUT, model="m")
+    with (
+        pytest.raises(ResourceError, match="no stack process answers"),
+        kvtier.connect_engine_stack(path, namespace, [pages]),
+    ):
+        pass
+    with stack_process(stack, path):
+        with kvtier.connect_engine_stack(path, namespace, [pages], engine_id="one") as one:
+            assert store(one) == ["stored"] * 4
+        theirs = torch.zeros_like(pages)
+        with kvtier.connect_engine_stack(path, namespace, [theirs]) as two:
+            job = two.submit_load(KEYS, gpu_blocks=range(4))
+            assert statuses(run_jobs(two, job)[job]) == ["loaded"] * 4
+        assert torch.equal(theirs[:4], pages[:4])

@@ -2,6 +2,7 @@
 
 import json
 import socket
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,11 +12,12 @@ from rich.console import Console
 from kvtier.cli.terminal import table
 from kvtier.errors import KVTierError, ResourceError
 from kvtier.options import size_text
-from kvtier.service.channel import receive_greeting, send_greeting
+from kvtier.service.channel import is_listening, receive_greeting, send_greeting
 from kvtier.service.wire import GREETING, Inquiry, InquiryAnswer
 
 VERSION = 1
 SECONDS = 10.0
+WAIT_SECONDS = 0.05
 
 
 def inquire(path: str, what: str, seconds: float) -> dict[str, Any]:
@@ -32,6 +34,14 @@ def inquire(path: str, what: str, seconds: float) -> dict[str, Any]:
         raise ResourceError(f"the stack process at {path} refuses: {getattr(answer, 'reason', answer)}")
     found: dict[str, Any] = json.loads(answer.document)
     return found
+
+
+def _wait(path: str, seconds: float) -> float:
+    """Wait until a process listens. The seconds that are left, at least a tenth of one."""
+    until = time.monotonic() + seconds
+    while not is_listening(path) and time.monotonic() < until:
+        time.sleep(WAIT_SECONDS)
+    return max(0.1, until - time.monotonic())
 
 
 def _options(command: Callable[..., None]) -> Callable[..., None]:
@@ -52,9 +62,12 @@ def _shown(what: str, path: str, timeout: float, as_json: bool) -> dict[str, Any
 
 
 @click.command(short_help="Look whether a stack process answers.")
+@click.option("--wait", is_flag=True, help="Try again until it answers, or --timeout is over.")
 @_options
-def ping(path: str, timeout: float, as_json: bool) -> None:
+def ping(path: str, timeout: float, wait: bool, as_json: bool) -> None:
     """Exit with 0 if the event loop of a `kvtier serve` answers, with 2 if not: for a probe."""
+    if wait:
+        timeout = _wait(path, timeout)
     found = _shown("ping", path, timeout, as_json)
     if found is not None:
         ready = "ready" if found["ready"] else "no engine yet"

@@ -26,6 +26,7 @@ from kvtier.tools.whatif.run_page import WatchedReplay
 
 @click.command(short_help="Serve requests over a stack, and check every byte.")
 @click.argument("stack", required=False, metavar="[STACK.yaml]", type=click.Path(path_type=Path))
+@click.option("--service", metavar="SOCKET", help="Serve over the stack of this `kvtier serve` instead.")
 @click.option("--trace", type=click.Path(path_type=Path), help="Replay this trace: JSON lines, plain or gzip.")
 @click.option(
     "--workload",

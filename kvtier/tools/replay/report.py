@@ -75,8 +75,8 @@ class ReplayReport:
         console.print(self.summary())
         if self.recovered_blocks:
             console.print(
-                f"{self.recovered_blocks:,} blocks of an earlier run were there at the start; {counts.earlier:,} loads "
-                f"were of blocks this run had not stored."
+                f"{self.recovered_blocks:,} blocks were there at the start; {counts.earlier:,} loads were of blocks "
+                f"that this run had not stored."
             )
         if counts.dropped or counts.load_failed:
             console.print(f"{counts.dropped:,} stores dropped, {counts.load_failed:,} loads ended as misses.")

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -11,14 +12,23 @@ from kvtier.cli.temporary_folders import temporary_folder
 from kvtier.config import StackConfig, build_tiers, find_tier
 from kvtier.errors import ConfigError
 from kvtier.planner import StoreMode
-from kvtier.stack import TierStack, TierStats
+from kvtier.stack import StackStats, TierStats
 from kvtier.stack.assembly import resolve_alignment
 from kvtier.tier.registry import EmbedsServer
 from kvtier.tools.replay.content import WrongPage, find_owners
 from kvtier.tools.replay.engine import EngineBlocks, EngineCache, choose_device
 from kvtier.tools.replay.report import ReplayReport
-from kvtier.tools.replay.serve import DRAIN_SECONDS, Counts, ReplayLoop, ServeOptions
-from kvtier.tools.replay.setup import ReplayOptions, fit, make_layout, make_source, make_stack, read_config
+from kvtier.tools.replay.serve import DRAIN_SECONDS, Counts, ReplayLoop, ServedStack, ServeOptions
+from kvtier.tools.replay.service_stack import ServiceStack
+from kvtier.tools.replay.setup import (
+    ReplayOptions,
+    fit,
+    make_layout,
+    make_namespace,
+    make_source,
+    make_stack,
+    read_config,
+)
 from kvtier.tools.replay.timeline import StackSnapshot, Timeline, WatchedLoop, watching
 from kvtier.traces.requests import KeyChain, RequestSource, group_keys
 from kvtier.types.geometry import Geometry, KVLayout
@@ -29,7 +39,16 @@ STORE_BLOCKS = 256
 SERVER_BLOCKS = 16384
 SERVER_BYTES_MAX = 4 << 30
 
-MakeStack = Callable[[StackConfig, KVLayout, Sequence[torch.Tensor]], AbstractAsyncContextManager[TierStack]]
+
+class ReplayStack(ServedStack, Protocol):
+    """An open stack of a replay."""
+
+    @property
+    def geometry(self) -> Geometry: ...
+    def stats(self) -> StackStats: ...
+
+
+MakeStack = Callable[[StackConfig, KVLayout, Sequence[torch.Tensor]], AbstractAsyncContextManager[ReplayStack]]
 """How a replay gets its stack; tests hand in others."""
 
 
@@ -48,27 +67,44 @@ class Replay:
         """Serve all requests over a new stack and report; a `timeline` (of `time.monotonic`) is shown the run. The
         default stack's storage is removed, also when the run is cancelled. Raises KVTierError for a stack that cannot
         be opened."""
+        if self._options.service is not None:
+            return await self._serve_at(self._options.service, progress, timeline)
         with temporary_folder("kvtier-replay-") as scratch:
             config = read_config(self._options, Path(scratch))
             layout = make_layout(self._options, self.source.block_tokens, config.block_size_factor)
             geometry = Geometry(layout, await resolve_alignment(build_tiers(config)))
             fitted = fit(config, self._options, geometry)
             with with_servers(fitted, self._options, geometry, Path(scratch)) as config:
-                return await self._serve(config, layout, geometry, progress, timeline)
+                engine = self._engine(layout)
+                stack = self._make_stack(config, layout, engine.tensors)
+                options = serve_options(config, self._options, geometry)
+                tiers = {"tiers": [tier.model_dump(mode="json") for tier in config.tiers]}
+                return await self._serve(engine, stack, options, tiers, progress, timeline)
+
+    async def _serve_at(self, service: str, progress: Callable[[], None], timeline: Timeline | None) -> ReplayReport:
+        """Serve over the stack of a service, which has tiers and figures of its own, and other engines."""
+        layout = make_layout(self._options, self.source.block_tokens, None)
+        engine = self._engine(layout)
+        stack = ServiceStack(service, make_namespace(layout), engine.tensors)
+        options = ServeOptions(self._options.concurrency, max(self._options.backlog, STORE_BLOCKS), STORE_BLOCKS)
+        return await self._serve(engine, stack, options, {"service": service}, progress, timeline)
+
+    def _engine(self, layout: KVLayout) -> EngineCache:
+        return EngineCache(layout, self._gpu_blocks, self.device, StoreMode(self._options.store_mode))
 
     async def _serve(
         self,
-        config: StackConfig,
-        layout: KVLayout,
-        geometry: Geometry,
+        engine: EngineCache,
+        opened: AbstractAsyncContextManager[ReplayStack],
+        options: ServeOptions,
+        where: Mapping[str, object],
         progress: Callable[[], None],
         timeline: Timeline | None,
     ) -> ReplayReport:
-        engine = EngineCache(layout, self._gpu_blocks, self.device, StoreMode(self._options.store_mode))
         start = time.monotonic()
-        async with self._make_stack(config, layout, engine.tensors) as stack:
+        async with opened as stack:
             recovered = sum(tier.slots.get("ready", 0) for tier in stack.stats().tiers.values())
-            options = serve_options(config, self._options, geometry)
+            settings = self._settings(stack.geometry) | dict(where)
             loop = WatchedLoop(timeline, engine, stack, options) if timeline else ReplayLoop(engine, stack, options)
 
             def figures() -> StackSnapshot:
@@ -81,16 +117,16 @@ class Replay:
             with self._metrics(stack):
                 async with watching(timeline, figures):
                     counts = await loop.run(self.source.requests(), progress)
-                    await stack.drain(DRAIN_SECONDS)
+                    await stack.drain(DRAIN_SECONDS, 0)
             final = figures()
             seconds = time.monotonic() - start
             if timeline is not None:
                 timeline.end(final, timeline.now)
-        wrong = tuple(self._describe(counts.wrong, layout))
-        return ReplayReport(counts, final.tiers, seconds, recovered, self._settings(config, geometry), wrong)
+        wrong = tuple(self._describe(counts.wrong, engine.layout))
+        return ReplayReport(counts, final.tiers, seconds, recovered, settings, wrong)
 
     @contextmanager
-    def _metrics(self, stack: TierStack) -> Iterator[None]:
+    def _metrics(self, stack: ReplayStack) -> Iterator[None]:
         """Serve the stack's metrics while it is used, with the option for it."""
         if self._options.metrics_port is None:
             yield
@@ -131,7 +167,7 @@ class Replay:
             for group in range(len(layout.groups)):
                 yield from group_keys(digests, group)
 
-    def _settings(self, config: StackConfig, geometry: Geometry) -> dict[str, object]:
+    def _settings(self, geometry: Geometry) -> dict[str, object]:
         options = self._options
         return {
             "source": self.source.name,
@@ -143,7 +179,6 @@ class Replay:
             "row_bytes": geometry.row_bytes,
             "gpu_blocks": self._gpu_blocks,
             **{name: getattr(options, name) for name in ("seed", "store_mode", "concurrency", "backlog")},
-            "tiers": [tier.model_dump(mode="json") for tier in config.tiers],
         }
 
 

@@ -47,6 +47,7 @@ class ReplayOptions:
     """The options of a replay. None stands for the value of the stack, the source or the workload."""
 
     stack: Path | None = None
+    service: str | None = None
     trace: Path | None = None
     workload: WorkloadName | None = None
     requests: int | None = None
@@ -78,8 +79,17 @@ class ReplayOptions:
         return self.stack is None or self.server is not None
 
 
+OF_THE_STACK = (*("stack", "cpu_blocks", "fs_blocks", "fs_root", "server", "server_blocks", "policy", "metrics_port"),)
+"""Options that a service answers by its own stack file."""
+
+
 def make_source(options: ReplayOptions) -> RequestSource:
     """The requests of the options. Raises ConfigError for options that exclude each other and for a bad trace."""
+    if options.service is not None:
+        for name in OF_THE_STACK:
+            if getattr(options, name) is not None:
+                option = "STACK.yaml" if name == "stack" else f"--{name.replace('_', '-')}"
+                raise ConfigError("is the service's own: it goes without --service only", option)
     if options.trace is None:
         if options.block_tokens is not None:
             raise ConfigError("goes with --trace only; a workload brings its own", "--block-tokens")
@@ -149,16 +159,15 @@ def fit(config: StackConfig, options: ReplayOptions, geometry: Geometry) -> Stac
     return config
 
 
+def make_namespace(layout: KVLayout) -> Namespace:
+    """Blocks of one layout and content mean the same in every run."""
+    extra = {"content": CONTENT_VERSION}
+    return Namespace(layout, model="kvtier-replay", dtype="uint8", hash_algorithm="xxh3-128 chain", extra=extra)
+
+
 def make_stack(config: StackConfig, layout: KVLayout, kv_caches: Sequence[torch.Tensor]) -> TierStack:
-    """The stack, not yet open. Blocks of one layout and content mean the same in every run."""
-    namespace = Namespace(
-        layout=layout,
-        model="kvtier-replay",
-        dtype="uint8",
-        hash_algorithm="xxh3-128 chain",
-        extra={"content": CONTENT_VERSION},
-    )
-    return open_stack(config, namespace, kv_caches)
+    """The stack, not yet open."""
+    return open_stack(config, make_namespace(layout), kv_caches)
 
 
 def with_slots(tier: TierOptions, geometry: Geometry, blocks: int) -> TierOptions:
