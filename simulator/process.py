@@ -30,6 +30,8 @@ ENDS_LATE_SECONDS = 40.0
 LEASES_EXPIRE_SECONDS = 200.0
 """Time enough for a process to see that a lease is not renewed, and to sweep."""
 
+PREFETCHES_END_SECONDS = 40.0
+
 
 @dataclass(slots=True)
 class ProcessEnvironment:
@@ -354,6 +356,8 @@ class SimulatedProcess:
         keys = self._plan.keys
         for start in range(0, len(keys), at_once):
             await self._move(keys[start : start + at_once], self._load)
+        if self.plane.hints.prefetches.busy:  # one that waits for rows may take that of the block stored next
+            await asyncio.sleep(PREFETCHES_END_SECONDS)
         key = self._rng.choice(keys)
         covered = self._oracle.record.covered
         bypassed = covered["blocks bypassed"]
