@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -88,6 +91,20 @@ def test_the_readme_holds_exactly_two_commands_that_install_from_a_clone() -> No
         assert command.startswith("python3 -m venv .venv && .venv/bin/pip install -c constraints.txt ")
     assert re.search(r"-m pytest -n \d --dist worksteal$", marked_command("tests"))
     assert marked_command("replay").endswith("kvtier replay")
+
+
+def test_the_readme_shows_two_engines_that_share(tmp_path: Path) -> None:
+    """Its lines as they stand, with fewer requests and the programs of this environment."""
+    (lines,) = blocks(ROOT / "README.md", "sh")
+    script = lines.replace(".venv/bin/kvtier", shlex.quote(str(Path(sys.executable).with_name("kvtier"))))
+    script = script.replace("replay --service", "replay --requests 40 --json found.json --service")
+    assert script.count("--json") == 2
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout.count("every byte right") == 2, done.stdout + done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())["blocks"]
+    assert found["loaded"] == found["loaded_of_recovered"] > 100
 
 
 def anchors(document: Path) -> set[str]:

@@ -26,6 +26,7 @@ _BLOCK_COUNTS = (
 class ReplayReport:
     """A whole replay. `tiers` go from the GPU down, `recovered_blocks` were in them at the start.
 
+    Those of a service are of all its engines.
     `settings` hold the options and what followed from them; `wrong` describes the first wrong pages.
     """
 
@@ -72,6 +73,8 @@ class ReplayReport:
         console.print(
             "; ".join(f"{escape(name)}: {escape(tier.mode)}" for name, tier in self.tiers.items() if tier.mode)
         )
+        if "service" in self.settings:
+            console.print("Below the GPU the figures of tiers are of all engines of the service.")
         console.print(self.summary())
         if self.recovered_blocks:
             console.print(
