@@ -6,6 +6,7 @@ import asyncio
 import logging
 import signal
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from kvtier.service.kept_memory import KeptMemory
 from kvtier.service.server import StackServer
 from kvtier.service.service_manager import ServiceManager
 from kvtier.stack.signals import ClosingSignals
+from kvtier.stack.watching.stats import StackStats
 
 PREDECESSOR_SECONDS = 45.0
 """How long a private process waits until an earlier one at its path has written back; its roots are free then."""
@@ -38,32 +40,38 @@ class PrivateLife:
     on_listening: Callable[[], None]
 
 
-def serve(stack: str, path: str, private: PrivateLife | None = None) -> None:
+Watch = Callable[[Callable[[], StackStats]], AbstractContextManager[object]]
+"""What shows figures of a stack, by the call for them, while it is served."""
+
+
+def serve(stack: str, path: str, private: PrivateLife | None = None, watch: Watch = nullcontext) -> None:
     """Serve the stack that a YAML text describes on a socket, until SIGTERM or SIGINT, which then take their course.
 
     Raises ConfigError, ResourceError.
     """
-    asyncio.run(_serve(parse_stack(stack), path, private))
+    asyncio.run(_serve(parse_stack(stack), path, private, watch))
 
 
-async def _serve(config: StackConfig, path: str, private: PrivateLife | None) -> None:
+async def _serve(config: StackConfig, path: str, private: PrivateLife | None, watch: Watch) -> None:
     patience = PREDECESSOR_SECONDS if private is not None else 0.0
     manager = ServiceManager() if private is None else None
     kept = KeptMemory(manager) if manager is not None and manager.is_there else None
-    async with StackServer(lambda namespace: stack_parts(config, namespace), path, patience, kept) as server:
-        if private is not None:  # the process before at this path uses none of them any more
-            config = adopt_ranks(config, _log.warning)
-        server.crash = crash = CrashFile(path)
-        asyncio.get_running_loop().set_exception_handler(partial(_on_exception, crash))
-        ClosingSignals(asyncio.get_running_loop(), server.close).install((signal.SIGTERM, signal.SIGINT))
-        _log.info("the stack is served at %s", path)
-        if manager is not None:
-            manager.notify("READY=1")
-            await manager.watch()
-        elif private is not None:
-            server.ends_with_engines = True
-            private.on_listening()
-            await _linger(server, path, private.linger_seconds)
+    server = StackServer(lambda namespace: stack_parts(config, namespace), path, patience, kept)
+    with watch(server.stats):
+        async with server:
+            if private is not None:  # the process before at this path uses none of them any more
+                config = adopt_ranks(config, _log.warning)
+            server.crash = crash = CrashFile(path)
+            asyncio.get_running_loop().set_exception_handler(partial(_on_exception, crash))
+            ClosingSignals(asyncio.get_running_loop(), server.close).install((signal.SIGTERM, signal.SIGINT))
+            _log.info("the stack is served at %s", path)
+            if manager is not None:
+                manager.notify("READY=1")
+                await manager.watch()
+            elif private is not None:
+                server.ends_with_engines = True
+                private.on_listening()
+                await _linger(server, path, private.linger_seconds)
 
 
 def _on_exception(crash: CrashFile, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -45,6 +45,7 @@ from kvtier.service.wire import (
 from kvtier.stack.assembly import StackParts
 from kvtier.stack.shutdown import CloseReport
 from kvtier.stack.watching.socket_file import SocketFile
+from kvtier.stack.watching.stats import StackStats
 from kvtier.types.geometry import KVLayout
 from kvtier.types.namespace import Namespace
 
@@ -103,6 +104,11 @@ class StackServer:
         self._file: SocketFile | None = None
         self._resting: asyncio.TimerHandle | None = None
         self._closing: asyncio.Task[None] | None = None
+
+    def stats(self) -> StackStats:
+        """Figures of the stack, from any thread; none before the first engine."""
+        pool = self._pool
+        return pool.stats() if pool is not None and pool.is_open else StackStats({}, 0)
 
     async def wait_idle(self, seconds: float) -> None:
         """Return when there was no connection for so long, or at once when the last engine leaves."""

@@ -186,10 +186,12 @@ def kill_listener(path: str) -> None:
 
 
 @contextmanager
-def stack_process(stack: Path, path: str, first: str = "") -> Iterator[subprocess.Popen[str]]:
+def stack_process(
+    stack: Path, path: str, first: str = "", options: Sequence[str] = ()
+) -> Iterator[subprocess.Popen[str]]:
     """`kvtier serve`, once it listens; killed at the end if it still runs. `first` is code that runs before it."""
     code = f"{first}\nfrom kvtier.cli import main; main()"
-    command = [sys.executable, "-c", code, "serve", str(stack), "--socket", path]
+    command = [sys.executable, "-c", code, "serve", str(stack), "--socket", path, *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             until(lambda: is_listening(path) or process.poll() is not None, f"{path} listens")

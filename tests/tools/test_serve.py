@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import signal
+import socket
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
+from click.testing import CliRunner
 from support_service import TestEngine, end, stack_process, stack_text
 from support_tools import refusal
 
+from kvtier.cli import main
 from kvtier.service.channel import is_listening
 from kvtier.tier.contract import LookupResult
 
@@ -40,6 +44,23 @@ def test_two_engines_share_it_and_a_second_life_has_what_was_written_back(stack:
     assert not Path(f"{path}.lock").exists()
     with stack_process(stack, path), TestEngine(path) as three:
         assert three.load(range(16)) == ["hit"] * 16
+
+
+def test_its_metrics_are_a_page_of_prometheus(stack: Path, path: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert "--metrics: [Errno 98]" in refusal("serve", stack, "--socket", path, "--metrics", str(port))
+    assert "--metrics: is [HOST:]PORT" in refusal("serve", stack, "--metrics", "here")
+    url = f"http://127.0.0.1:{port}/metrics"
+    with stack_process(stack, path, options=("--metrics", f"127.0.0.1:{port}")):
+        assert "kvtier_stored_blocks_total" in urlopen(url, timeout=10).read().decode()
+        with TestEngine(path) as engine:
+            assert engine.store(range(16)) == ["stored"] * 16
+            page = urlopen(url, timeout=10).read().decode()
+        assert 'kvtier_stored_blocks_total{tier="cpu"} 16.0' in page
+        shown = CliRunner().invoke(main, ["top", url, "--once"])
+        assert shown.exit_code == 0, shown.output
+        assert "cpu" in shown.output
 
 
 def test_a_second_process_at_a_path_is_refused_and_a_killed_one_is_replaced(stack: Path, path: str) -> None:

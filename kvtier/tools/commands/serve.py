@@ -1,14 +1,29 @@
 """`kvtier serve`: a stack in a process of its own, which several engines of a host share."""
 
 import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import click
 
+from kvtier.cli.metrics_page import metrics_page
 from kvtier.client.private import runtime_folder
 from kvtier.config.load import parse_stack
 from kvtier.config.strict_yaml import read_text
+from kvtier.errors import ConfigError
 from kvtier.service.run import serve as serve_stack
+from kvtier.stack import StackStats
+
+
+def _address(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, int] | None:
+    """The host and the port of an address."""
+    if value is None:
+        return None
+    host, _, port = value.rpartition(":")
+    if not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise ConfigError(f"is [HOST:]PORT, such as 127.0.0.1:9090; got {value!r}", param.opts[0])
+    return host.strip("[]") or "127.0.0.1", int(port)
 
 
 @click.command(short_help="Serve a stack to the engines of this host.")
@@ -19,7 +34,13 @@ from kvtier.service.run import serve as serve_stack
     metavar="PATH",
     help="Path of the Unix socket; one named as the file, in the stack's runtime_dir, when left out.",
 )
-def serve(stack: str, path: str | None) -> None:
+@click.option(
+    "--metrics",
+    metavar="[HOST:]PORT",
+    callback=_address,
+    help="Serve metrics on http://HOST:PORT/metrics; HOST is 127.0.0.1 when left out.",
+)
+def serve(stack: str, path: str | None, metrics: tuple[str, int] | None) -> None:
     """Serve STACK.yaml at a Unix socket, until SIGTERM or Ctrl-C; what is dirty is written back then.
 
     Engines of this user and of one namespace share its rows, disks and servers. The log goes to stderr.
@@ -27,4 +48,8 @@ def serve(stack: str, path: str | None) -> None:
     text = read_text(stack)
     place = path or str(runtime_folder(parse_stack(text).runtime_dir) / f"{Path(stack).stem}.sock")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    serve_stack(text, place)
+
+    def page(stats: Callable[[], StackStats]) -> AbstractContextManager[object]:
+        return nullcontext() if metrics is None else metrics_page(stats, *metrics, "--metrics")
+
+    serve_stack(text, place, watch=page)

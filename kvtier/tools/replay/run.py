@@ -2,12 +2,13 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
+from kvtier.cli.metrics_page import metrics_page
 from kvtier.cli.temporary_folders import temporary_folder
 from kvtier.config import StackConfig, build_tiers, find_tier
 from kvtier.errors import ConfigError
@@ -125,22 +126,10 @@ class Replay:
         wrong = tuple(self._describe(counts.wrong, engine.layout))
         return ReplayReport(counts, final.tiers, seconds, recovered, settings, wrong)
 
-    @contextmanager
-    def _metrics(self, stack: ReplayStack) -> Iterator[None]:
+    def _metrics(self, stack: ReplayStack) -> AbstractContextManager[object]:
         """Serve the stack's metrics while it is used, with the option for it."""
-        if self._options.metrics_port is None:
-            yield
-            return
-        with ExitStack() as serving:
-            try:
-                from kvtier.metrics.exporter import metrics_server
-
-                serving.enter_context(metrics_server(stack.stats, self._options.metrics_port))
-            except ModuleNotFoundError:
-                raise ConfigError("needs a client library: pip install 'kvtier[metrics]'", "--metrics-port") from None
-            except OSError as error:
-                raise ConfigError(str(error), "--metrics-port") from None
-            yield
+        port = self._options.metrics_port
+        return nullcontext() if port is None else metrics_page(stack.stats, "127.0.0.1", port, "--metrics-port")
 
     def _describe(self, wrong: Sequence[WrongPage], layout: KVLayout) -> Iterator[str]:
         """A line for each wrong page, with the key whose content it holds if that is a key of this replay."""
