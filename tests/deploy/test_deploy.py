@@ -133,6 +133,18 @@ def test_systemd_knows_every_key_of_the_units(tmp_path: Path) -> None:
     assert "DescriptorsMax" in verified(tmp_path, {"FileDescriptorStoreMax": "DescriptorsMax"})
 
 
+@pytest.mark.skipif(shutil.which("systemd-tmpfiles") is None, reason="systemd is not installed")
+def test_the_line_for_huge_pages_is_one_of_tmpfiles(tmp_path: Path) -> None:
+    command = ["systemd-tmpfiles", "--create", "--prefix=/nowhere"]  # reads all lines and follows none
+    right, wrong = DEPLOY / "kvtier.conf", tmp_path / "wrong.conf"
+    wrong.write_text(right.read_text().replace("\nw ", "\ny "))
+    assert subprocess.run([*command, right], capture_output=True, text=True, check=True).stderr == ""
+    refused = subprocess.run([*command, wrong], capture_output=True, text=True, check=False)
+    assert "Unknown command type" in refused.stderr
+    (line,) = [line for line in right.read_text().splitlines() if not line.startswith("#")]
+    assert Path(line.split()[1]).exists()
+
+
 async def test_the_command_of_the_service_checks_a_root_in_use(tmp_path: Path) -> None:
     command = unit(UNITS[0])["Service"]["ExecStart"].split()
     assert (Path(command[0]).name, command[-1]) == ("kvtier", "%I")
