@@ -45,7 +45,7 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
     def _execute_child(self, args: Any, *rest: Any) -> None:
         """The step of `subprocess.Popen` that starts a process. Raises ValueError for what is no plain start."""
         _, preexec, _, pass_fds, cwd, env, _, _, shell, *pipes = rest[:15]
-        if preexec or shell or rest[-2] or args[0] != sys.executable:
+        if preexec or shell or args[0] != sys.executable:
             raise ValueError(f"this is no plain start of this Python: {args}")
         streams = [number if pipe == -1 else pipe for number, pipe in enumerate((pipes[0], pipes[3], pipes[5]))]
         request = {
@@ -54,6 +54,7 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
             "environment": dict(os.environ if env is None else env),
             "fds": [0, 1, 2, *pass_fds],
             "whole_end": self._whole_end,
+            "new_session": rest[-2],
         }
         self.pid = _server().start(request, [*streams, *pass_fds])
         self._child_created = True
@@ -195,6 +196,8 @@ def _live(between: int, fds: list[int]) -> None:
         stream = open(number, mode, buffering=1 if lines else -1, errors=getattr(sys, name).errors, closefd=False)  # noqa: SIM115
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
+    if request["new_session"]:
+        os.setsid()
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["environment"])
@@ -243,13 +246,16 @@ def _execute(command: list[str]) -> None:
     """The program of a command line, as module `__main__`."""
     program = types.ModuleType("__main__")
     sys.modules["__main__"] = program
-    while command[0] == "-W":
-        warnings.simplefilter(command[1])  # type: ignore[arg-type]
-        del command[:2]
+    with_head = True
+    while command[0] in ("-W", "-P"):
+        if command.pop(0) == "-P":
+            with_head = False
+        else:
+            warnings.simplefilter(command.pop(0))  # type: ignore[arg-type]
     kind = command.pop(0) if command[0] in ("-c", "-m") else ""
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     head = str(Path(command[0]).parent) if not kind else ""
-    sys.path[:0] = [head, *filter(None, given)]
+    sys.path[:0] = [*([head] if with_head else []), *filter(None, given)]
     if kind == "-c":
         code: Any = command[0]
         sys.argv = ["-c", *command[1:]]

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from faults.machine import warm
 from kvtier.aio.loop_thread import LoopThread
 from kvtier.config import parse_stack, stack_parts
 from kvtier.service import wire
@@ -179,7 +180,7 @@ def test_rows_come_back_when_the_last_process_of_an_engine_is_killed(tmp_path):
         scheduler, workers = engine(served.path)
         receive(scheduler, wire.Lent)
         arguments = [sys.executable, "-c", script, served.path, str(Path(__file__).parent)]
-        with subprocess.Popen(arguments, stdout=subprocess.PIPE) as child:
+        with warm.Popen(arguments, stdout=subprocess.PIPE) as child:
             assert child.stdout is not None
             assert child.stdout.readline() == b"lent\n"
             served.wait(lambda server: any(each.copying.in_flight for each in server.pool.sessions.values()))

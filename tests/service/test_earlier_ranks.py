@@ -16,6 +16,8 @@ from kvtier.config import parse_stack
 from kvtier.options import folders_of
 from kvtier.service.earlier_ranks import adopt_ranks
 
+pytestmark = pytest.mark.usefixtures("warm_starts")
+
 
 def stored(folder: str, root: Path) -> None:
     """Have a root of its own keep blocks, as that of a rank."""

@@ -17,6 +17,7 @@ from support_counts import full_alone
 from support_served import served
 from support_service import TestEngine, peer_pid, stack_text, until
 
+from faults.machine import warm
 from kvtier.client import private
 from kvtier.client.private import HOUR_SECONDS, Restarts, private_socket, runtime_folder
 from kvtier.errors import ConfigError, ResourceError
@@ -36,12 +37,10 @@ def has_ended(pid: int) -> bool:
     return not Path(f"/proc/{pid}").exists() or "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
 
 
-def python(code: str, *words: str, **more: object) -> subprocess.CompletedProcess[str]:
+def python(code: str, *words: str) -> subprocess.CompletedProcess[str]:
     """A program that starts a private process: an engine of its own."""
     head = f"import sys; sys.path.insert(0, {SUPPORT!r})\n"
-    return subprocess.run(
-        [sys.executable, "-c", head + code, *words], capture_output=True, text=True, timeout=120, check=False, **more
-    )  # type: ignore[call-overload,no-any-return]
+    return warm.run([sys.executable, "-c", head + code, *words], capture_output=True, text=True, timeout=120)
 
 
 # -- life ----------------------------------------------------------------------------------------------------------
@@ -149,7 +148,7 @@ def test_it_outlives_who_started_it_and_inherits_its_niceness_and_its_errors(fol
     )
     with open(Path(folder) / "errors", "w+") as errors:
         command = [sys.executable, "-c", f"import sys\n{code}", stack_text(), folder]
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=errors, text=True, timeout=120, check=True)
+        done = warm.run(command, stdout=subprocess.PIPE, stderr=errors, text=True, timeout=120, check=True)
         path = done.stdout.strip()
         errors.seek(0)
         assert f"INFO the stack is served at {path}" in errors.read()

@@ -44,6 +44,7 @@ from kvtier.types.gpu_runs import GPURuns
 from kvtier.types.jobs import BlockOutcome, BlockStatus, GPUGroup, JobKind, JobResult, TransferJob
 from kvtier.types.keys import GroupIndex
 
+pytestmark = pytest.mark.usefixtures("warm_starts")
 LINGER_SECONDS = 1.0
 STORED = range(24)
 

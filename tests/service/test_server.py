@@ -19,6 +19,7 @@ import pytest
 from support_served import served
 from support_service import NAMESPACE, TestEngine, block_keys, stack_process, stack_text, until
 
+from faults.machine import warm
 from kvtier.errors import ConfigError, ResourceError
 from kvtier.service import server as module
 from kvtier.service import wire
@@ -44,7 +45,7 @@ time.sleep(600)
 def engine_process(path: str, more: str = "") -> Iterator[subprocess.Popen[str]]:
     """An engine of its own process that has stored 8 blocks."""
     code = LIFE.format(support=SUPPORT, more=more)
-    with subprocess.Popen([sys.executable, "-c", code, path], stdout=subprocess.PIPE, text=True) as process:
+    with warm.Popen([sys.executable, "-c", code, path], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
             assert process.stdout.readline() == "ready\n"
@@ -144,7 +145,7 @@ def test_a_process_that_died_before_it_was_read_leaves_nothing(tmp_path: Path) -
             "socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET).connect(sys.argv[1])\n"
             "os.kill(os.getpid(), 9)\n"
         )
-        done = subprocess.run([sys.executable, "-c", code, found.path], timeout=60, check=False)
+        done = warm.run([sys.executable, "-c", code, found.path], timeout=60)
         assert done.returncode == -signal.SIGKILL
         goes_on.set()
         until(lambda: found.engines == 1 and descriptors() <= before, "nothing is left")

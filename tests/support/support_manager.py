@@ -11,6 +11,7 @@ from pathlib import Path
 
 from support_service import SECONDS, until
 
+from faults.machine import warm
 from kvtier.service.channel import is_listening
 
 START = """
@@ -21,7 +22,9 @@ for at, fd in enumerate(kept):
     os.dup2(fd, 3 + at)
     os.close(fd)
 os.environ["LISTEN_PID"] = str(os.getpid())
-os.execv(sys.executable, [sys.executable, "-c", "from kvtier.cli import main; main()", *sys.argv[2:]])
+del sys.argv[1]
+from kvtier.cli import main
+main()
 """
 
 
@@ -63,7 +66,7 @@ class Manager:
         command = [sys.executable, "-c", START, descriptors, "serve", str(self._stack), "--socket", self._path]
         env = {**os.environ, "NOTIFY_SOCKET": self._address, **variables, **environment}
         fds = tuple(kept.values())
-        self.process = subprocess.Popen(command, env=env, pass_fds=fds, stderr=subprocess.PIPE, text=True)
+        self.process = warm.Popen(command, env=env, pass_fds=fds, stderr=subprocess.PIPE, text=True)
         process = self.process
         until(lambda: is_listening(self._path) or process.poll() is not None, f"{self._path} listens")
         assert process.poll() is None, process.communicate()

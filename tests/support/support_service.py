@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from faults.machine import warm
 from kvtier.client.connection import Identity
 from kvtier.client.engine import EngineClient
 from kvtier.client.private import PrivateStack
@@ -192,7 +193,7 @@ def stack_process(
     """`kvtier serve`, once it listens; killed at the end if it still runs. `first` is code that runs before it."""
     code = f"{first}\nfrom kvtier.cli import main; main()"
     command = [sys.executable, "-c", code, "serve", str(stack), "--socket", path, *options]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with warm.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             until(lambda: is_listening(path) or process.poll() is not None, f"{path} listens")
             assert process.poll() is None, process.communicate()

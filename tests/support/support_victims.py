@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from support_service import NAMESPACE, PAGE, block_keys, content
 
+from faults.machine import warm
 from kvtier.client.connection import Identity
 from kvtier.client.engine import EngineClient, SchedulerClient
 from kvtier.client.request import ClientRequest
@@ -267,7 +268,7 @@ def several_victims(path: str, folder: Path, count: int) -> Iterator[Sequence[Vi
         states = memoryview(mmap.mmap(opened.fileno(), 0))
     command, log = [sys.executable, __file__, path, str(file)], folder / "victims.log"
     with open(log, "w") as errors:
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True)
+        process = warm.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True)
     with process:
         try:
             assert process.stdout is not None

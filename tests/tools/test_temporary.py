@@ -25,7 +25,7 @@ from kvtier.cli.temporary_folders import LOCK_NAME, abandoned_folders, remove_ab
 from kvtier.tools.bench.run import folder_beside
 
 PREFIX = "kvtier-replay-"
-REPLAY = ("replay", "--requests", "100000", "--block-bytes", "4KiB")
+REPLAY = ("replay", "--requests", "10000", "--block-bytes", "4KiB")
 STACK = """
 tiers:
   - type: gpu
