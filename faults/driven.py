@@ -210,7 +210,7 @@ class Engine:
     def _step(self) -> None:
         for result in self.felt.call("step", self.stack.step):
             self._results[result.job_id] = result
-        self.stack.wait(0.001)
+        self.stack.wait(0.005)
 
     def _serve(self, prompt: Sequence[OffloadKey]) -> None:
         """One request: load its blocks, compare every byte, compute what did not come, store what was not there."""

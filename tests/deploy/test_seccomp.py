@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import errno
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from support_paths import PROJECT
+
+from faults.machine import warm
 
 PROFILE = PROJECT / "examples" / "deploy" / "seccomp.json"
 IO_URING = {"io_uring_setup", "io_uring_enter", "io_uring_register"}
@@ -19,7 +20,7 @@ CHILD = PROJECT / "tests" / "support" / "support_seccomp.py"
 def run_under(profile: Path, tmp_path: Path) -> dict[str, object]:
     """What a process under a profile has done and was refused."""
     command = [sys.executable, str(CHILD), str(profile), str(tmp_path / "root")]
-    run = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
+    run = warm.run(command, cwd=PROJECT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     found: dict[str, object] = json.loads(run.stdout.splitlines()[-1])
     return found

@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import asynccontextmanager
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -44,10 +45,13 @@ class TestRows:
         self.digests[row] = digest
 
 
+@lru_cache(256)  # most are wanted twice: to be stored, and to be compared
 def payload(key: bytes, generation: int, length: int) -> np.ndarray:
     """What a block must hold: every byte follows from its key and generation."""
     seed = int.from_bytes(hashlib.sha256(key + generation.to_bytes(8, "big")).digest()[:8], "big")
-    return np.random.Generator(np.random.SFC64(seed)).integers(0, 256, length, dtype=np.uint8)
+    found = np.random.Generator(np.random.SFC64(seed)).integers(0, 256, length, dtype=np.uint8)
+    found.flags.writeable = False
+    return found
 
 
 def layout(*page_bytes: int, factor: int = 1) -> KVLayout:
