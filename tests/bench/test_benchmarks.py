@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support_counts import count, fully
+from support_counts import count, full_alone, fully
 from support_paths import PROJECT
 from support_servers import needs_server
 
@@ -135,7 +135,9 @@ def test_the_stack_process_benchmark_has_every_figure_of_both_drivers(record: Ca
     assert all(rows[name]["process"] > 0 for name in AIMS.keys() - absent)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "policy", [pytest.param(name, marks=() if name == "reuse" else full_alone()) for name in POLICIES]
+)
 def test_a_serving_stack_loads_no_more_code(policy: str) -> None:
     """Neither tools, engines and the doubles of tests, nor other tiers than the stack has."""
     found = measure(policy)

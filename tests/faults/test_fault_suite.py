@@ -36,14 +36,14 @@ FULL_ALONE = (
 )
 """Attacks close to another one of the test run: its count is theirs in full runs."""
 QUICK = {
-    "lying records": 300,
+    "lying records": 200,
     "bit flips": 700,
     "namespace skew": 48,
-    "kill -9 slab": 30,
-    "kill -9 files": 30,
+    "kill -9 slab": 20,
+    "kill -9 files": 20,
     "wrong file": 64,
     "reset, then crash": 1,
-    "late writes": 10,
+    "late writes": 6,
     "btrfs": 1,
     "disk full": 1,
     "stale snapshot": 4,

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 
 import pytest
+from support_counts import seeds
 from support_following import FollowingLRU
 from support_journal import second_thread
 
@@ -117,7 +118,7 @@ def play(seed: int, between: Callable[[Journal], None] = lambda journal: None) -
     return tier.evicted, order
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(6, 2))
 def test_when_it_is_taken_in_makes_no_difference(seed: int) -> None:
     late, rng = play(seed), random.Random(seed)
     assert len(late[0]) > SLOTS
@@ -127,7 +128,7 @@ def test_when_it_is_taken_in_makes_no_difference(seed: int) -> None:
     assert play(seed, lambda journal: journal.take_in_some() and None if rng.random() < 0.2 else None) == late
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(3, 1))
 def test_a_second_thread_makes_no_difference(seed: int) -> None:
     alone = play(seed)
     with second_thread() as share:

@@ -8,6 +8,7 @@ from random import Random
 
 import pytest
 from support_adverse_traces import TRACES, asked, prompt
+from support_counts import full_alone
 from support_paths import TRACES as RECORDED
 
 from benchmarks.policies import OneTier, TimedRequest, timed_requests
@@ -32,14 +33,14 @@ def hit_rate(policy: str, num_blocks: int, requests: list[TimedRequest]) -> floa
     [
         ("chats", COUNT, (500, 4000, 8000)),
         ("clock_restarts", COUNT, (500, 4000, 8000)),
-        ("clock_stands_still", COUNT, (1000,)),
+        pytest.param("clock_stands_still", COUNT, (1000,), marks=full_alone()),
         ("endless_session", 1000, (500, 1000)),
         ("random_keys", COUNT, (500, 4000, 8000)),
-        ("skewed_keys", COUNT, (500, 4000, 8000)),
+        pytest.param("skewed_keys", COUNT, (500, 4000, 8000), marks=full_alone()),
         ("classes_swap", COUNT, (500, 4000)),
         ("never_again", COUNT, (500,)),
         ("floods", COUNT, (500, 4000)),
-        ("scans", COUNT, (500, 4000)),
+        pytest.param("scans", COUNT, (500, 4000), marks=full_alone()),
         ("single_blocks", COUNT, (200, 500)),
         ("pauses", COUNT, (500, 4000)),
     ],

@@ -9,6 +9,7 @@ import json
 from random import Random
 
 import pytest
+from support_counts import full_alone
 from support_paths import TRACES
 
 from kvtier.policy import make_policy
@@ -86,14 +87,14 @@ def hit_rate(requests: list[list[OffloadKey]], name: str, num_slots: int, use) -
     return hits / references
 
 
-@pytest.mark.parametrize("use", [Tier.use_one_by_one, Tier.use_in_batches])
+@pytest.mark.parametrize("use", [pytest.param(Tier.use_one_by_one, marks=full_alone()), Tier.use_in_batches])
 def test_lru_hits_what_lru_hits(requests, use, dial, seed):
     """A quick run draws one of the sizes."""
     for num_slots, expected in Random(seed).sample(LRU_HITS, dial(len(LRU_HITS), 1)):
         assert hit_rate(requests, "lru", num_slots, use) == pytest.approx(expected, abs=1e-8), num_slots
 
 
-@pytest.mark.parametrize("use", [Tier.use_one_by_one, Tier.use_in_batches])
+@pytest.mark.parametrize("use", [pytest.param(Tier.use_one_by_one, marks=full_alone()), Tier.use_in_batches])
 def test_arc_hits_what_arc_hits(requests, use, dial, seed):
     """A quick run draws one of the sizes."""
     for num_slots, expected in Random(seed).sample(ARC_HITS, dial(len(ARC_HITS), 1)):

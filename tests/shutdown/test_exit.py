@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 from pathlib import Path
@@ -29,7 +30,9 @@ def lives(tmp_path_factory: pytest.TempPathFactory) -> Lives:
         ("tier_closed", ["raise"]),
     ],
 )
-async def test_a_program_ends_with_transfers_under_way(lives, tmp_path, life, ends, io_engine):
+async def test_a_program_ends_with_transfers_under_way(lives, tmp_path, seed, life, ends, io_engine, dial):
+    """A quick run draws two of three ways to end."""
+    ends = random.Random(seed).sample(ends, min(len(ends), dial(3, 2)))
     for how in ends:
         ended = caught_under_way(lives, life, tmp_path / how, io_engine, how)
         assert ended.status == ENDS[how], ended

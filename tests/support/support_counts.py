@@ -35,6 +35,11 @@ def fully(test: Test) -> Test:
     return test
 
 
+def seeds(full: int, quick: int) -> list[Any]:
+    """Seeds from 0 on as parameters of a test, those after the first `quick` in a full run alone."""
+    return [pytest.param(seed, marks=full_alone() if seed >= quick else ()) for seed in range(full)]
+
+
 def examples(full: int, **more: Any) -> Callable[[Test], Test]:
     """Hypothesis settings of a test with `full` examples, a quarter of them in a quick run, and the marker `full`."""
     limits = limits_of(full, **more)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -216,13 +217,15 @@ def test_what_cannot_be_read_is_one_line(tmp_path: Path, command: str) -> None:
     written.path.chmod(0o700)
 
 
-def test_a_store_of_twenty_thousand_blocks_is_listed_counted_and_checked(tmp_path: Path) -> None:
+def test_a_store_of_many_blocks_is_listed_counted_and_checked(tmp_path: Path, dial: Callable[[int, int], int]) -> None:
+    count = dial(20_000, 5000)
+
     async def store() -> None:
         async with open_tier(options(tmp_path / "root", capacity="256MiB"), layout(4096), rows=4096) as tier:
-            await tier.store_all(keys(20000))
+            await tier.store_all(keys(count))
 
     asyncio.run(store())
-    assert len(tool("ls", tmp_path / "root").stdout.splitlines()) == 20001
-    assert len(tool_json("ls", tmp_path / "root", "--sort", "key")["blocks"]) == 20000
-    assert tool_json("du", tmp_path / "root", "--by", "region")["total"]["blocks"] == 20000
-    assert tool_json("fsck", tmp_path / "root")["whole"] == 20000
+    assert len(tool("ls", tmp_path / "root").stdout.splitlines()) == count + 1
+    assert len(tool_json("ls", tmp_path / "root", "--sort", "key")["blocks"]) == count
+    assert tool_json("du", tmp_path / "root", "--by", "region")["total"]["blocks"] == count
+    assert tool_json("fsck", tmp_path / "root")["whole"] == count

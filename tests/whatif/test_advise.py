@@ -11,6 +11,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from support_counts import seeds
 from support_paths import TRACES
 
 from kvtier.cli import main
@@ -45,7 +46,7 @@ def write_trace(path: Path, seed: int, requests: int = 300) -> RequestSource:
     return read_trace(path, block_tokens=BLOCK_TOKENS)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(6, 2))
 def test_the_curve_is_that_of_a_tier_of_every_size(seed: int, tmp_path: Path) -> None:
     source = write_trace(tmp_path / "trace.jsonl", seed)
     curve = lru_curve(source)

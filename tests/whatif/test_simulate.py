@@ -11,6 +11,7 @@ from random import Random
 
 import pytest
 from click.testing import CliRunner
+from support_counts import full_alone
 from support_paths import TRACES
 
 from kvtier.cli import main
@@ -62,6 +63,11 @@ FOLLOWING: dict[str, list[Tier]] = {
 """Stacks that follow requests: what they place depends on the times of these, and on what is on its way meanwhile. No
 prompt of `write_conversations` is longer than a quarter of the rows, which may be on its way at once."""
 
+
+FOLLOWED = [
+    pytest.param(name, marks=() if name in ("reuse", "reuse predicted") else full_alone()) for name in FOLLOWING
+]
+"""A quick run has those that do both above and below the CPU tier."""
 
 NOT_WRITTEN = {
     "reuse": "bypassed",
@@ -152,16 +158,18 @@ def assert_as_replayed(options: ReplayOptions, where: Where) -> Simulated:
 
 
 @pytest.mark.parametrize("name", STACKS)
-def test_a_workload_hits_what_a_replay_hits(name: str, tmp_path: Path, where: Where) -> None:
-    stack = write_stack(tmp_path, name)
+def test_a_workload_hits_what_a_replay_hits(
+    name: str, tmp_path: Path, where: Where, dial: Callable[[int, int], int]
+) -> None:
+    stack, requests = write_stack(tmp_path, name), dial(120, 60)
     found = assert_as_replayed(
-        ReplayOptions(stack=stack, workload="chat", requests=120, block_bytes=BLOCK_BYTES, seed=7), where
+        ReplayOptions(stack=stack, workload="chat", requests=requests, block_bytes=BLOCK_BYTES, seed=7), where
     )
     lowest = list(found.tiers)[-1]
     assert found.counts.hit_tokens[lowest], "the workload never reached the lowest tier"
 
 
-@pytest.mark.parametrize("name", FOLLOWING)
+@pytest.mark.parametrize("name", FOLLOWED)
 def test_what_follows_requests_hits_what_a_replay_hits(
     name: str, tmp_path: Path, where: Where, seed: int, dial: Callable[[int, int], int]
 ) -> None:
@@ -175,7 +183,7 @@ def test_what_follows_requests_hits_what_a_replay_hits(
     assert name not in NOT_WRITTEN or disk.skipped[NOT_WRITTEN[name]], "all that there was went to the disk"
 
 
-@pytest.mark.parametrize("name", FOLLOWING)
+@pytest.mark.parametrize("name", FOLLOWED)
 def test_hits_do_not_depend_on_how_fast_a_disk_is(
     name: str, seed: int, tmp_path: Path, where: Where, dial: Callable[[int, int], int]
 ) -> None:
@@ -193,7 +201,7 @@ def test_hits_do_not_depend_on_how_fast_a_disk_is(
 
 @pytest.mark.trace
 @pytest.mark.skipif(not TRACE.is_file(), reason="no trace: put conversation.jsonl into ../shared/traces")
-@pytest.mark.parametrize("name", STACKS | FOLLOWING)
+@pytest.mark.parametrize("name", [*STACKS, *FOLLOWED])
 def test_a_trace_hits_what_a_replay_hits(
     name: str, tmp_path: Path, where: Where, dial: Callable[[int, int], int]
 ) -> None:

@@ -1,6 +1,6 @@
 """A week of a real trace in virtual time: a write budget is never exceeded, and used where it can be.
 
-A quick run takes three days of it.
+A quick run takes two days of it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.trace,
     pytest.mark.skipif(not TRACE.is_file(), reason="no trace: put conversation.jsonl into ../shared/traces"),
 ]
-WEEK_DAYS, QUICK_DAYS = 7, 3
+WEEK_DAYS, QUICK_DAYS = 7, 2
 REQUESTS = 12
 """Each hour has so many requests, those that follow the ones of the hour before in the trace."""
 BLOCK_BYTES = 4096

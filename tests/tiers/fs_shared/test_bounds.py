@@ -88,7 +88,8 @@ async def check_after_the_end(root: Path, everything: list[bytes]) -> None:
 
 @pytest.mark.parametrize("place", ["a disk of its own", "a folder"])
 @pytest.mark.parametrize("lives", [2, pytest.param(500, marks=pytest.mark.long)])
-async def test_two_processes_that_evict_and_are_killed_stay_within_the_bound(tmp_path, seed, place, lives):
+async def test_two_processes_that_evict_and_are_killed_stay_within_the_bound(tmp_path, seed, place, lives, dial):
+    lives = min(lives, dial(lives, 1))
     rng, everything = random.Random(seed), keys(SHARED_POOL + 16) + keys(64, start=5000)
     with small_disk(16 << 20) if place == "a disk of its own" else nullcontext() as disk:
         root = (disk or tmp_path) / "root"

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support_counts import full_alone
 from support_files import account_is_true, open_files, options, temporaries
 from support_files_calls import FailingCalls
 from support_fs import keys, layout
@@ -116,7 +117,9 @@ async def fail_one_call(root: Path, holder, number: int, code: int) -> FailingCa
 CODES = [errno.EIO, errno.ENOSPC, errno.EACCES, errno.ESTALE]
 
 
-@pytest.mark.parametrize("code", CODES, ids=errno.errorcode.get)
+@pytest.mark.parametrize(
+    "code", [*CODES[:2], *(pytest.param(code, marks=full_alone()) for code in CODES[2:])], ids=errno.errorcode.get
+)
 async def test_some_file_calls_fail(tmp_path, dead_holder, seed, code):
     """Every hundredth; which ones, the seed says."""
     first = random.Random(seed).randrange(1, 101)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from support_counts import full_alone
 from support_gpu import MmapRows, job, make_worker, naive_copy, transfer
 
 from kvtier.types.geometry import Geometry, GroupLayout, KVLayout, TensorRef
@@ -56,7 +57,10 @@ def now_and_then(seed: int) -> Clock:
 
 
 CLOCKS = [pytest.param(still, id="still"), pytest.param(slow, id="slow")]
-CLOCKS += [pytest.param(lambda seed=seed: now_and_then(seed), id=f"seed {seed}") for seed in range(6)]
+CLOCKS += [
+    pytest.param(lambda seed=seed: now_and_then(seed), id=f"seed {seed}", marks=full_alone() if seed > 1 else ())
+    for seed in range(6)
+]
 
 
 @pytest.mark.parametrize("make_clock", CLOCKS)
