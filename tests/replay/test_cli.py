@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from support_counts import full_alone
 from support_replay import run
 
 from faults.machine import warm
@@ -103,7 +104,7 @@ def test_a_hybrid_layout_goes_through_all_tiers(tmp_path: Path) -> None:
     assert (told["blocks"]["mismatched"], told["settings"]["block_size_factor"]) == (0, 4)
 
 
-@pytest.mark.parametrize("rows", ["1", "5"])
+@pytest.mark.parametrize("rows", ["1", pytest.param("5", marks=full_alone())])
 def test_prefixes_longer_than_the_cpu_tier_are_loaded(tmp_path: Path, rows: str) -> None:
     told = figures(tmp_path, *SMALL, "--cpu-blocks", rows, "--requests", "40")
     assert told["blocks"]["longest_load"] > int(rows)

@@ -119,7 +119,7 @@ def test_a_frozen_engine_costs_the_others_nothing(
     kind: str, tmp_path: Path, seed: int, dial: Callable[[int, int], int]
 ) -> None:
     """It holds what it has open and no more, and goes on where it was."""
-    seconds, first = dial(30, 1), 10_000
+    seconds, first = dial(60, 1) / 2, 10_000
     with (
         served(tmp_path, stack_text(ROWS, tmp_path / "root")) as service,
         TestEngine(service.path) as witness,

@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
+from support_counts import full_alone
 from support_sessions import PAGE, names, pool_world
 
 from kvtier.errors import UsageError
@@ -370,7 +371,7 @@ async def test_a_layout_of_other_groups_is_refused_and_shorter_blocks_are_taken_
         assert "layout" in (await engine.joined()).fault
 
 
-@pytest.mark.parametrize("rows", [1, 2, 4, 8, 64, 512, 4096])
+@pytest.mark.parametrize("rows", [1, 2, 4, 64, 4096, *(pytest.param(rows, marks=full_alone()) for rows in (8, 512))])
 async def test_a_greedy_engine_leaves_a_modest_one_its_share(rows):
     async with pool_world(rows=rows, reservation_seconds=0.05) as world:
         greedy, modest = await world.engine(rows=1), await world.engine()

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import pytest
+from support_counts import full_alone
 from support_shutdown import ENDS, IO_ENGINES, Lives, own_traceback, run_in_child
 from support_shutdown_lives import BLOCKS, NAMES, cache, parts
 from support_stack import Engine, statuses, whole
@@ -111,7 +112,9 @@ def test_a_child_can_neither_use_nor_harm_its_parents_stack(tmp_path, io_engine,
         assert stack.locate(NAMES) == ["fs"] * len(NAMES), "the parent's own end was in order"
 
 
-@pytest.mark.parametrize("io_engine", IO_ENGINES)
+@pytest.mark.parametrize(
+    "io_engine", ["threads", pytest.param("io_uring", marks=[*full_alone(), *IO_ENGINES[1].marks])]
+)
 def test_children_end_like_programs_through_their_parents_with_block(lives, tmp_path, io_engine):
     ended = lives.live("forked", tmp_path / "r", io_engine)
     assert ended.status == 0, ended

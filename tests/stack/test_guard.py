@@ -13,7 +13,7 @@ from support_steps import FACES, lives
 def test_every_call_answers_after_an_exception_in_any_step(face: str, tmp_path: Path, dial, caplog) -> None:
     """Random steps: jobs end, copies end, the log has one line, close ends; reopened it has right bytes or less."""
     seed = random.randrange(1 << 32)
-    steps = dial(100, 40)
+    steps = dial(100, 25)
     print(f"seed {seed}: lives({face!r}, folder, {seed}, {steps})")
     found = lives(face, tmp_path, seed, steps)
     failures = [record for record in caplog.records if record.levelname == "CRITICAL"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -98,8 +98,8 @@ def test_a_policy_knows_an_output_once_it_is_generated(
 
 @pytest.mark.trace
 @pytest.mark.skipif(not TRACE.is_file(), reason="no trace: put conversation.jsonl into ../shared/traces")
-def test_the_curve_of_a_trace_is_that_of_twenty_sizes() -> None:
-    source = read_trace(TRACE, 1200)
+def test_the_curve_of_a_trace_is_that_of_twenty_sizes(dial: Callable[[int, int], int]) -> None:
+    source = read_trace(TRACE, dial(1200, 600))
     curve = lru_curve(source)
     sizes = np.geomspace(100, curve.working_set, 20).astype(int).tolist()
     assert shadow_rates(source, "lru", sizes) == [curve.hit_rate(size) for size in sizes]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from support_counts import full_alone
 from support_fs import Tier, bytes_on_disk, layout, open_tier, options
 from support_fs_engine import FaultyEngine
 
@@ -102,7 +103,7 @@ async def churn(tier: Tier, rng: random.Random, key_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("capacity", [400_000, 1 * MIB, 3 * MIB + 12345])
-@pytest.mark.parametrize("key_bytes", [12, 40, 400])
+@pytest.mark.parametrize("key_bytes", [12, pytest.param(40, marks=full_alone()), 400])
 async def test_nothing_ever_grows_past_the_capacity(tmp_path, seed, capacity, key_bytes):
     rng, root = random.Random(seed), tmp_path / "root"
     watch = Watch(root)
