@@ -216,7 +216,7 @@ def test_weights_that_were_loaded_without_a_process_are_known_to_the_next_one(pr
         connection = engine.client._worker._connection
         engine.client._worker._thread.call_soon(connection.on_load)
         engine.step_until(lambda: engine.client.core.joined, "it has joined")
-        assert engine.client.core.loaded_weights
+        engine.step_until(lambda: engine.client.core.loaded_weights, "it is known")  # later where the next one was fast
         assert set(engine.look(STORED)) == {LookupResult.MISS}
 
 
