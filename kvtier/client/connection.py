@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,9 @@ from kvtier.service.wire import GREETING, PROTOCOL, Hello, Refused, Welcome, Wir
 from kvtier.types.namespace import Namespace
 
 CONNECT_SECONDS = 10.0
+ENDING_SECONDS = 5.0
+"""How long a private process may take to close its socket once it was killed."""
+PAUSE_SECONDS = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +57,24 @@ def unconnected() -> Connected:
 
 
 def connect(identity: Identity, process: Participant, *, resumes: bool = False) -> Connected:
-    """Connect to the stack process; with `resumes` not for the first time.
+    """Connect to the stack process; with `resumes` not for the first time. A private one that ends just then, such as
+    one that was killed and has not closed its socket yet, is started again for the first connection.
 
-    Raises ResourceError if no stack process answers, ConfigError if it refuses this engine.
+    Raises ResourceError if no stack process answers, ConfigError if it refuses this engine or cannot be started.
     """
+    until = time.monotonic() + ENDING_SECONDS
+    while True:
+        try:
+            return _connect(identity, process, resumes)
+        except ResourceError as error:
+            has_ended = isinstance(error.__cause__, ConnectionError)
+            if identity.private is None or resumes or not has_ended or time.monotonic() > until:
+                raise
+        time.sleep(PAUSE_SECONDS)
+        identity.private.start()
+
+
+def _connect(identity: Identity, process: Participant, resumes: bool) -> Connected:
     manifest = identity.namespace.manifest().encode()
     hello = Hello(
         [PROTOCOL],

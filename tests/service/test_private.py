@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -19,7 +20,7 @@ from support_service import TestEngine, peer_pid, stack_text, until
 
 from faults.machine import warm
 from kvtier.client import private
-from kvtier.client.private import HOUR_SECONDS, Restarts, private_socket, runtime_folder
+from kvtier.client.private import HOUR_SECONDS, PrivateStack, Restarts, private_socket, runtime_folder
 from kvtier.errors import ConfigError, ResourceError
 from kvtier.service import server
 from kvtier.service.channel import is_listening
@@ -170,6 +171,26 @@ def test_two_launches_on_one_root_are_refused_with_the_way_out(folder: str, tmp_
 
 
 # -- what keeps it from starting -----------------------------------------------------------------------------------
+
+
+def test_one_that_ends_before_it_answers_is_started_again(folder: str) -> None:
+    """As one that was killed, and closes its socket later than who starts the next one looks."""
+    private = PrivateStack(stack_text(), folder)
+    ending = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ending.bind(private.path)
+    ending.listen()
+
+    def end() -> None:
+        connected, _ = ending.accept()
+        Path(private.path).unlink()
+        ending.close()
+        connected.close()
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    with TestEngine(private) as engine:
+        assert engine.store(range(4)) == ["stored"] * 4
+    thread.join()
 
 
 def test_a_stack_file_that_is_wrong_is_the_one_error(folder: str) -> None:
