@@ -314,7 +314,7 @@ def test_a_service_killed_under_four_engines_serves_its_rows_again(
             f"\n{kills} kills, {opens['something open']} with something open; blocks that were in rows: {dict(counts)}"
         )
         print(f"joined {statistics.median(took):.2f} s after it listened, {max(took):.2f} s at most")
-    assert opens["something open"] >= kills / 2
+    assert opens["something open"] >= kills // 2
     assert set(counts) <= {"hit", "missing", "evicted"}
     assert counts["missing"] <= 0.01 * counts.total()
     assert counts["evicted"] <= 0.2 * counts.total(), "rows that are lent ahead, and those that wait for the frozen"
