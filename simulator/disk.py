@@ -17,7 +17,7 @@ class DiskFile:
     `undo` holds what every write since the last flush has overwritten, as (first sector, bytes), oldest first.
     `misplaced[s]` is where the write was meant to go that put there what sector s holds, as (file, sector).
     `final_name` is the name a rename gave it: files that replace each other under one name are one place. `intended` is
-    what was to be written to it, where a misplaced write made that another thing than `data`.
+    what was to be written to it, where a misplaced write or a power loss made that another thing than `data`.
     """
 
     def __init__(self, inode: int = 0, now: float = 0.0) -> None:
@@ -114,6 +114,8 @@ class DiskFile:
         Some of the writes, in the order they were made, may have become durable by themselves before. A file that was
         never flushed may have lost its end, or all. Returns how many sectors are as they were before.
         """
+        if self.undo and self.intended is None:
+            self.intended = bytearray(self.data)
         before: dict[int, list[bytes]] = {}
         durable = rng.randint(0, len(self.undo)) if rng.random() < 0.5 else 0
         for first, old in self.undo[durable:]:
