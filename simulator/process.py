@@ -313,12 +313,15 @@ class SimulatedProcess:
         request.end()
 
     async def _reset(self) -> None:
+        before = self._oracle.allowed
         generation = self._oracle.reset_begins()
         self._oracle.note(f"reset to {generation}")
         self.on_reset()
         try:
             await self.stack.reset()
         except (ResourceError, UsageError) as error:
+            if isinstance(error, UsageError):  # refused, as the stack closes: nothing has changed
+                self._oracle.allowed |= before
             self._oracle.note(f"reset failed: {type(error).__name__}")
             self._oracle.record.covered["resets that failed"] += 1
             if self.faultless and self.is_open:
