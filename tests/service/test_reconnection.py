@@ -6,6 +6,7 @@ import asyncio
 import errno
 import logging
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -31,6 +32,7 @@ from support_service import (
     until,
 )
 
+from kvtier.client import private as private_stack
 from kvtier.client.connection import Identity
 from kvtier.client.engine import SchedulerClient
 from kvtier.client.private import HOUR_SECONDS, PrivateStack, Restarts
@@ -154,6 +156,7 @@ def test_a_process_that_cannot_be_started_any_more_costs_hits_and_nothing_else(
     private: PrivateStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with TestEngine(private) as engine:
+        monkeypatch.setattr(private_stack, "subprocess", subprocess)  # the usual start, which needs a program
         monkeypatch.setattr(sys, "executable", "/nowhere/python")
         with caplog.at_level(logging.WARNING, "kvtier"):
             kill_listener(private.path)
@@ -225,6 +228,7 @@ def test_an_engine_that_ends_while_it_has_no_process_leaves_no_thread_behind(
     private: PrivateStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with TestEngine(private) as engine:
+        monkeypatch.setattr(private_stack, "subprocess", subprocess)  # the usual start, which needs a program
         monkeypatch.setattr(sys, "executable", "/nowhere/python")
         kill_listener(private.path)
         engine.step()
