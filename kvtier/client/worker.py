@@ -42,6 +42,8 @@ OUTBOX_BYTES_MAX = 1 << 20
 PAUSE_SECONDS = (0.25, 1.0)
 """How long a worker waits before it tries to connect again: at first, and after some tries."""
 SHORT_PAUSES = 10
+NOTE_SECONDS = 5.0
+"""How long a stack process may take to note that weights are loaded."""
 
 _log = logging.getLogger(__name__)
 
@@ -62,6 +64,7 @@ class WorkerLink:
         self._channel = Channel(sock, TO_WORKER, OUTBOX_BYTES_MAX)
         self._rows: Any = None
         self._answers: set[asyncio.Task[None]] = set()
+        self._noting: deque[asyncio.Future[None]] = deque()
         self._writes = False
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._channel, self._on_readable)
@@ -114,6 +117,10 @@ class WorkerLink:
             if isinstance(item, wire.Drained):
                 self.drained.set()
                 continue
+            if isinstance(item, wire.LoadNoted):
+                if self._noting:
+                    self._noting.popleft().set_result(None)
+                continue
             task = self._loop.create_task(self._answer(item.number))
             self._answers.add(task)
             task.add_done_callback(self._answers.discard)
@@ -126,6 +133,19 @@ class WorkerLink:
             self._loop.remove_writer(self._channel)
             self.ended.set()
             self.drained.set()
+
+    async def announce_load(self) -> bool:
+        """Have the stack process serve nothing any more, because weights are loaded. False if it may not have heard."""
+        noted = self._loop.create_future()
+        self._noting.append(noted)
+        self.send(wire.Loaded())
+        ended = self._loop.create_task(self.ended.wait())
+        await asyncio.wait((noted, ended), timeout=NOTE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        ended.cancel()
+        if not noted.done():
+            self._end()
+            self._channel.close()
+        return noted.done()
 
     async def _answer(self, number: int) -> None:
         self.send(wire.Answer(number, int(await self._compare())))
@@ -231,11 +251,15 @@ class WorkerConnection:
         rows.link.report(JobId(number), result)
         return result
 
-    def on_load(self) -> None:
-        """The worker loads weights. Each stack process is sent that: it serves an engine of other weights."""
+    async def on_load(self) -> None:
+        """The worker is about to load weights. Each stack process is sent that: it serves an engine of other weights.
+
+        Returns once nothing of before is loaded any more: where no answer comes, no copy begins with these rows.
+        """
         self._has_loaded = True
-        if self._rows is not None:
-            self._rows.link.send(wire.Loaded())
+        rows = self._rows
+        if rows is not None and not await rows.link.announce_load():
+            rows.leaving = True
 
     # -- connections ---------------------------------------------------------------------------------------------
 
@@ -272,9 +296,9 @@ class WorkerConnection:
         except KVTierError as error:
             _log.error("a worker cannot use the rows of its stack process: %s", error)
             return False
-        if self._has_loaded:
-            link.send(wire.Loaded())
         self._rows = RowsInUse(link)
+        if self._has_loaded:
+            await self.on_load()
         link.send(wire.Ready())
         return True
 

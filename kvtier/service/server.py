@@ -438,6 +438,8 @@ class StackServer:
             if type(items[-1]) is wire.Quiet:
                 peer.quiet, items = True, items[:-1]
             self.pool.on_worker_items(session, peer.worker, items)
+            if any(type(item) is wire.Loaded for item in items):
+                self._send_to(peer, [wire.LoadNoted()])
             if any(type(item) is wire.Ready for item in items):
                 self._end_earlier(peer.engine, peer.worker)
                 if self._former is not None and peer.pidfd in self._workers:

@@ -391,7 +391,8 @@ class Answer(Item, tag=65, frozen=True):
 
 
 class Loaded(Item, tag=66, frozen=True):
-    """A worker is about to load weights: the reports that follow may be of blocks that others have computed."""
+    """A worker is about to load weights: the reports that follow may be of blocks that others have computed. It waits
+    for `LoadNoted`."""
 
 
 class Quiet(Item, tag=67, frozen=True):
@@ -416,7 +417,11 @@ class Drained(Item, tag=81, frozen=True):
     """The scheduler has connected: no load of an earlier connection comes any more. For workers that resume."""
 
 
-ToWorker = (Question, Drained)
+class LoadNoted(Item, tag=82, frozen=True):
+    """The answer to `Loaded`: nothing is served to the engine any more, and it was sent `Weights`."""
+
+
+ToWorker = (Question, Drained, LoadNoted)
 
 
 class Hello(Item, tag=96, frozen=True):

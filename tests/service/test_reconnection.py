@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -33,6 +35,7 @@ from support_service import (
 )
 
 from kvtier.client import private as private_stack
+from kvtier.client import worker as worker_module
 from kvtier.client.connection import Identity
 from kvtier.client.engine import SchedulerClient
 from kvtier.client.private import HOUR_SECONDS, PrivateStack, Restarts
@@ -217,7 +220,7 @@ def test_weights_that_were_loaded_without_a_process_are_known_to_the_next_one(pr
         kill_listener(private.path)
         engine.step()
         connection = engine.client._worker._connection
-        engine.client._worker._thread.call_soon(connection.on_load)
+        engine.client._worker._thread.run(connection.on_load, 10.0)
         engine.step_until(lambda: engine.client.core.joined, "it has joined")
         engine.step_until(lambda: engine.client.core.loaded_weights, "it is known")  # later where the next one was fast
         assert set(engine.look(STORED)) == {LookupResult.MISS}
@@ -390,3 +393,35 @@ def test_an_engine_that_ends_starts_no_process(private: PrivateStack, tmp_path: 
     assert private.restarts.count == 0
     assert not is_listening(private.path)
     assert not is_listening(path)
+
+
+def test_no_lookup_after_a_load_of_weights_has_begun_finds_what_was_stored_before(private: PrivateStack) -> None:
+    """The load waits for the stack process, which may read the engine's next lookup before the worker's word of it."""
+    for life in range(4):
+        with TestEngine(private, f"e{life}") as engine:
+            worker = engine.client._worker
+            assert set(engine.store(STORED)) <= {"stored", "present"}
+            worker._thread.run(worker._connection.on_load, 10.0)
+            assert set(engine.look(STORED)) == {LookupResult.MISS}
+            engine.step()
+            assert engine.client.core.loaded_weights, "its own answer has come by then"
+            engine.client.core.reset()
+
+
+@fully
+def test_a_load_of_weights_that_a_frozen_process_does_not_note_ends_the_copies_of_its_rows(
+    private: PrivateStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_module, "NOTE_SECONDS", 0.5)
+    with TestEngine(private) as engine:
+        worker, pid, life = engine.client._worker, peer_pid(private.path), engine.client.life
+        rows = worker._connection._rows
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            worker._thread.run(worker._connection.on_load, 10.0)
+            assert rows.leaving
+            assert rows.link.ended.is_set()
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        engine.step_until(lambda: engine.client.life != life and engine.client.core.loaded_weights, "it is known")
+        assert set(engine.look(STORED)) == {LookupResult.MISS}

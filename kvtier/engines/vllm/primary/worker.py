@@ -38,6 +38,8 @@ OPEN_SECONDS = 600.0
 CLOSE_SECONDS = 5.0
 COPY_SECONDS = 120.0
 """More than the copies that can be queued take, less than the 300 s after which vLLM gives a step up."""
+LOAD_SECONDS = 30.0
+"""How long it may take to tell the stack process that weights are loaded; else loading them fails."""
 
 
 def beside_scheduler(plan: EnginePlan) -> bool:
@@ -163,9 +165,9 @@ class KVTierWorker(OffloadingWorker):  # type: ignore[misc]
         return result
 
     def _on_load(self) -> None:
-        """A model loads weights: the stack process is sent that."""
+        """A model is about to load weights. Waits until nothing of before is loaded any more."""
         assert self._connection is not None
-        self._thread.call_soon(self._connection.on_load)
+        self._thread.run(self._connection.on_load, LOAD_SECONDS)
 
     def get_finished(self) -> list[TransferResult]:
         """Copies that ended since the last call."""
