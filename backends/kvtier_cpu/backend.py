@@ -6,8 +6,9 @@ import asyncio
 import errno
 import mmap
 import threading
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from operator import attrgetter
@@ -113,16 +114,6 @@ class CPUOptions(TierOptions):
         return self.model_copy(update={"shared": "named"})
 
 
-@dataclass(slots=True)
-class CPUCounters:
-    """Failures counted in blocks; `worker_errors` counts calls of a worker that ended in an exception."""
-
-    partial_blocks: int = 0
-    unstamped_blocks: int = 0
-    corrupt_rows: int = 0
-    worker_errors: int = 0
-
-
 class RowHashing:
     """Calls that hash rows, where that costs least: on the event loop for short rows, on the tier's threads for long.
 
@@ -175,7 +166,7 @@ class CPUBackend(LoadStore):
         self._hashing = RowHashing(self._pool)
         self._transfers: set[asyncio.Future[JobResult]] = set()
         self._open_region: Callable[[RegionSpec, RegionHost], SharedRegion] = open_region
-        self.counters = CPUCounters()
+        self.counters = Counter[str]()
 
     @property
     def rows(self) -> SharedRegion:
@@ -328,11 +319,11 @@ class CPUBackend(LoadStore):
             for position, outcome, ok, whole in zip(selection.positions, reported, good, stamped, strict=True):
                 of_group[position] = outcome if not ok else STORED if whole else UNSTAMPED
             kept = np.array(good) & stamped
-            self.counters.unstamped_blocks += sum(good) - int(kept.sum())
+            self.counters["unstamped_blocks"] += sum(good) - int(kept.sum())
             rows = transfer.rows[kept]
             bytes_moved += len(rows) * geometry.kv_bytes_per_offloaded_block(transfer.group)
             sealing.append(self._hashing.each(seal_rows, region, transfer.group, rows))
-        self.counters.partial_blocks += sum(map(len, outcomes)) - copied
+        self.counters["partial_blocks"] += sum(map(len, outcomes)) - copied
         if len(sealing) == 1:  # without a task of its own
             await sealing[0]
         else:
@@ -360,7 +351,7 @@ class CPUBackend(LoadStore):
             rows = selection.transfer.rows
             answers = await self._hashing.each(intact_rows, region, selection.transfer.group, rows)
             intact = [i for i, ok in enumerate(chain.from_iterable(answers)) if ok]
-            self.counters.corrupt_rows += len(rows) - len(intact)
+            self.counters["corrupt_rows"] += len(rows) - len(intact)
             if intact:
                 good.append(selection.select(intact))
         return good
@@ -393,7 +384,7 @@ class CPUBackend(LoadStore):
         if isinstance(answer, KVTierError) or not isinstance(answer, (Exception, asyncio.CancelledError)):
             raise answer
         cancelled = isinstance(answer, asyncio.CancelledError)
-        self.counters.worker_errors += not cancelled
+        self.counters["worker_errors"] += not cancelled
         outcome = CANCELLED if cancelled else failed(getattr(answer, "errno", None) or errno.EIO)
         return JobResult.uniform(part, outcome).outcomes
 

@@ -62,6 +62,11 @@ def now(metric: str, legend: str = _TIER) -> tuple[str, str]:
     return f"{metric}{{tier}}", legend
 
 
+def of_engine(metric: str, legend: str) -> tuple[str, str]:
+    """A counter of an engine of a service by the second."""
+    return f"rate(kvtier_engine_{metric}{{stack}}[$__rate_interval])", legend
+
+
 def quantile(metric: str, share: float) -> tuple[str, str]:
     """A quantile of a histogram, by tier and direction."""
     buckets = f"rate({metric}_bucket{{tier}}[$__rate_interval])"
@@ -232,6 +237,36 @@ ROWS: dict[str, tuple[Chart, ...]] = {
             "Rows of the CPU tier that were given up because of a hint.",
             "cps",
             (("rate(kvtier_demoted_early_blocks_total{stack}[$__rate_interval])", "{{instance}}"),),
+        ),
+    ),
+    "Engines of a service": (
+        Chart(
+            "Blocks loaded by an engine",
+            "By the highest tier that had them: a block of another engine is a hit too.",
+            "cps",
+            (of_engine("loaded_blocks_total", "{{engine}} {{tier}} {{instance}}"),),
+            stacked=True,
+        ),
+        Chart(
+            "Blocks looked up and stored by an engine",
+            "Looked up and not loaded is computed.",
+            "cps",
+            (
+                of_engine("looked_up_blocks_total", "looked up {{engine}} {{instance}}"),
+                of_engine("stored_blocks_total", "stored {{engine}} {{instance}}"),
+            ),
+        ),
+        Chart(
+            "Rows held by an engine",
+            "Lent or leased to it, or in its copies. One that holds many and stores nothing may be stuck.",
+            "short",
+            (("kvtier_engine_held_rows{stack}", "{{engine}} {{instance}}"),),
+        ),
+        Chart(
+            "Rows asked back",
+            "From engines, for others: the CPU tier is small for all of them.",
+            "cps",
+            (of_engine("revoked_rows_total", "{{engine}} {{instance}}"),),
         ),
     ),
     "Speed": (

@@ -81,6 +81,12 @@ class StackOptions(Options):
         description="absolute path of a folder for the socket of a stack process; XDG_RUNTIME_DIR, /run, /tmp or "
         "/dev/shm when left out",
     )
+    allow: tuple[int | str, ...] = Field(
+        default=(),
+        max_length=64,
+        description="users, by number or name, whose engines kvtier serve takes beside its user's",
+    )
+    group: int | str = Field(default="", description="group whose members may reach the socket of a kvtier serve")
     hints: HintOptions = Field(
         default=HintOptions(), description="bounds of hints: retained_sets, retain_time, prefetch_blocks"
     )

@@ -23,7 +23,7 @@ Samples = dict[tuple[str, ...], float | HistogramFigures]
 
 @dataclass(frozen=True, slots=True)
 class MetricDefinition:
-    """A metric: `figure` of `TierStats` for every tier, or of `StackStats` where there are no labels.
+    """A metric: `figure` of `TierStats` for every tier, of `EngineStats` for every engine, or else of `StackStats`.
 
     A figure with values by reason or state has a second label. `transfers.queued_bytes` is a figure of each value of
     `transfers`, `hints.prefetched` one of the stack's `hints`. `bounds` are those of a histogram's buckets.
@@ -53,10 +53,14 @@ _REASONS: dict[str, type[DropReason] | type[SkipReason]] = {"dropped": DropReaso
 
 
 def _samples(definition: MetricDefinition, stats: StackStats) -> Samples:
+    samples: Samples = {}
+    if "engine" in definition.label_names:
+        for engine, counts in stats.engines.items():
+            samples.update(_labelled((engine,), getattr(counts, definition.figure)))
+        return samples
     if "tier" not in definition.label_names:
         return dict(_labelled((), attrgetter(definition.figure)(stats)))
     name, _, inner = definition.figure.partition(".")
-    samples: Samples = {}
     for tier, figures in stats.tiers.items():
         value = getattr(figures, name)
         if name in _REASONS:
@@ -81,6 +85,7 @@ def _labelled(labels: tuple[str, ...], value: object) -> Iterator[tuple[tuple[st
 
 
 _TIER = ("tier",)
+_ENGINE = ("engine",)
 _DIRECTION = ("tier", "direction")
 _LOOKED_UP = "Blocks looked up in the tier because no tier above had them."
 _LACKED = "Blocks looked up in the tier that it did not have."
@@ -114,6 +119,7 @@ _UNUSED = "Prefetched blocks that were evicted, or not loaded within a minute."
 _UNFETCHED = "Blocks of prefetches that were in no tier, or were not brought up in time."
 _EARLY = "Rows of the CPU tier that were given up because of a hint."
 _OF_GROUP = "Blocks of the KV cache group that the engine stored or loaded."
+_LOADED_BY = "Blocks that the engine loaded, by the highest tier that had them."
 _MISSED = "Of them, those that the tier would not have had at so many times its size, estimated."
 
 DEFINITIONS: tuple[MetricDefinition, ...] = tuple(
@@ -173,8 +179,13 @@ DEFINITIONS: tuple[MetricDefinition, ...] = tuple(
         ("kvtier_prefetch_missed_blocks_total", "hints.prefetch_missed", ("reason",), _UNFETCHED),
         ("kvtier_demoted_early_blocks_total", "hints.demoted_early", (), _EARLY),
         ("kvtier_group_blocks_total", "group_blocks", ("direction", "group"), _OF_GROUP),
+        ("kvtier_engine_looked_up_blocks_total", "looked_up", _ENGINE, "Blocks that the engine looked up."),
+        ("kvtier_engine_loaded_blocks_total", "loaded", (*_ENGINE, "tier"), _LOADED_BY),
+        ("kvtier_engine_stored_blocks_total", "stored", _ENGINE, "Blocks that the engine stored."),
+        ("kvtier_engine_revoked_rows_total", "revoked_rows", _ENGINE, "Rows that the engine was asked to give back."),
+        ("kvtier_engine_held_rows", "held_rows", _ENGINE, "Rows lent or leased to the engine, or in its copies."),
         ("kvtier_backlog_blocks", "backlog", (), "Blocks queued or in flight to lower tiers."),
-        ("kvtier_exceptions_total", "exceptions", (), _CAUGHT),
+        ("kvtier_exceptions_total", "errors", (), _CAUGHT),
         (RESTARTS, "restarts", (), "Times that the engine started its stack process again, after that had ended."),
         ("kvtier_config_info", "about", _ABOUT, "1, with the settings of the tier as labels."),
         ("kvtier_build_info", "build", ("version",), "1, with the version of kvtier as label."),

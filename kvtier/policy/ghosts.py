@@ -8,7 +8,6 @@ once in about 2^64 / capacity lookups, and never a wrong block.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
 
 from xxhash import xxh3_64_intdigest
 
@@ -62,10 +61,6 @@ class GhostLists:
     def pop_oldest(self, which: int) -> None:
         """Forget the oldest ghost of a list that is not empty."""
         self._drop(next(self._order.from_coldest(which)))
-
-    def fingerprints(self, which: int) -> Iterator[int]:
-        """The fingerprints of a list's ghosts, the oldest first."""
-        return map(self._fingerprints.__getitem__, self._order.from_coldest(which))
 
     def _drop(self, ghost: int) -> int:
         self._order.unlink((ghost,))

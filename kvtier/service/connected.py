@@ -27,11 +27,13 @@ class Engine:
     `earlier` sessions have lost their connections. Each ends when all processes have exited, or when all workers have
     connected again and are `Ready`: those that are, are with it. `pidfds` are watched: of the connected processes, and
     of those in `left`, workers by number that have disconnected and may still copy. `leaves`: the number of its
-    `Leave`, which it waits for. `distrusted`: what was stored is being reset, as that asked for.
+    `Leave`, which it waits for. `distrusted`: what was stored is being reset, as that asked for. `counts` are those of
+    all its sessions.
     """
 
     def __init__(self, session: Session, hello: Hello) -> None:
         self.session = session
+        self.counts = session.counts
         self.token = hello.token
         self.engine_id = hello.engine_id
         self.scheduler: Peer | None = None

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from errno import ECONNRESET, ESTALE
 from itertools import groupby
 
+from kvtier.control.jobs import CPU_TIER
 from kvtier.service import wire
 from kvtier.service.leases import Copy, Leases
 from kvtier.service.pool_state import PoolState
 from kvtier.service.wire import Breach, Item
+from kvtier.stack.watching.stats import EngineStats
 from kvtier.types.arrays import int_array
 from kvtier.types.gpu_runs import GPURuns
-from kvtier.types.jobs import CANCELLED, BlockOutcome, DropReason, GPUGroup, JobKind, TransferJob, dropped, failed
+from kvtier.types.jobs import (
+    CANCELLED,
+    LOADED,
+    STORED,
+    BlockOutcome,
+    DropReason,
+    GPUGroup,
+    JobKind,
+    TransferJob,
+    dropped,
+    failed,
+)
 from kvtier.types.keys import JobId, OffloadKey, key_group
 
 RUNS_KEPT_MAX = 1 << 16
@@ -36,18 +50,20 @@ class JobPart:
 
 
 class Copying:
-    """The copies of one engine. `out` takes its answers; `end_fill` is called when a fill has been reported by all.
+    """The copies of one engine. `out` takes its answers; `end_fill` is called when a fill has been reported by all;
+    `counts` are added to.
 
     `needed`: rows that the engine needs now, beside those that are lent ahead.
     """
 
-    def __init__(self, pool: PoolState, out: list[Item], end_fill: Callable[[Copy], None]) -> None:
+    def __init__(self, pool: PoolState, out: list[Item], end_fill: Callable[[Copy], None], counts: EngineStats) -> None:
         self.lent: dict[int, int] = {}
         self.needed = 0
         self.rows = 0
         self._pool = pool
         self._out = out
         self._end_fill = end_fill
+        self._counts = counts
         self._workers = pool.geometry.world_size
         self._fillers = pool.geometry.num_copies
         self._lent_now: list[int] = []
@@ -178,8 +194,8 @@ class Copying:
         copy = self._begin(part)
         if void.isdisjoint(rows):
             keys = [named[row] for row in rows]
-            brought = {key: leases.brought[key] for key in keys if key in leases.brought}
-            copy.load = plane.begin_leased_load(keys, rows, brought, now)
+            copy.brought = {key: leases.brought[key] for key in keys if key in leases.brought}
+            copy.load = plane.begin_leased_load(keys, rows, copy.brought, now)
         else:
             plane.control.cpu.pin(rows)
         self._take_early(copy)
@@ -266,10 +282,16 @@ class Copying:
             return
         good = [key for key, error in zip(copy.load.keys, copy.errors, strict=True) if not error]
         moved = sum(geometry.kv_bytes_per_offloaded_block(key_group(key)) for key in good)
-        self._end_job(copy.job, plane.end_leased_load(copy.load, copy.errors, moved))
+        outcomes = plane.end_leased_load(copy.load, copy.errors, moved)
+        loaded = [key for key, each in zip(copy.load.keys, outcomes, strict=True) if each is LOADED]
+        for position, count in Counter(copy.brought.get(key, CPU_TIER) for key in loaded).items():
+            name = plane.control.cpu.name if position == CPU_TIER else plane.control.lowers[position - 1].name
+            self._counts.loaded[name] = self._counts.loaded.get(name, 0) + count
+        self._end_job(copy.job, outcomes)
 
     def on_fill_end(self, job_id: JobId, outcomes: Sequence[BlockOutcome]) -> None:
         """The control plane's job of a fill has ended."""
+        self._counts.stored += sum(each is STORED for each in outcomes)
         self._end_job(self._fills.pop(job_id), outcomes)
 
     def _end_job(self, job: int, outcomes: Sequence[BlockOutcome]) -> None:

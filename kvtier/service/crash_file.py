@@ -85,6 +85,15 @@ class CrashFile:
         file = next(death.file for death in reversed(self.deaths) if death.engine == name)
         return f"its messages ended the stack process {DEATHS_MAX} times within ten minutes, see {file}"
 
+    def forget(self, engine_id: str) -> int:
+        """Hold no defect against an engine any more, also in later processes: the files get old. Returns how many."""
+        forgotten = [death for death in self.deaths if death.engine == _shown(engine_id)]
+        for death in forgotten:
+            with suppress(FileNotFoundError):
+                os.utime(death.file, (0, 0))
+        self.deaths = tuple(death for death in self.deaths if death not in forgotten)
+        return len(forgotten)
+
     def begin(self, engine_id: str, items: Sequence[object]) -> None:
         """These items of an engine are about to be handled."""
         slot = self._engines.get(engine_id)

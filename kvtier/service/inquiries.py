@@ -5,27 +5,59 @@ An inquiry is the first and only message of a connection, by the user of the pro
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvtier.control.tiers.slot_table import SlotState
+from kvtier.service.connected import Engine
+from kvtier.service.crash_file import CrashFile
 from kvtier.service.pool import Pool
 from kvtier.service.session import Session
-from kvtier.service.wire import PROTOCOL
-from kvtier.stack.watching.stats import kvtier_version
+from kvtier.service.wire import KEYS_BYTES_MAX, PROTOCOL, Inquiry, InquiryAnswer, Refused
+from kvtier.stack.watching.stats import StackStats, kvtier_version
 
+ANSWER_BYTES_MAX = 256 << 10
+"""An answer fits into the buffer of its socket."""
 ENGINES_SHOWN_MAX, TEXT_SHOWN_MAX = 64, 200
-"""So that an answer fits a message."""
 
 
-async def answer_of(what: str, pool: Pool | None, names: Mapping[Session, str]) -> dict[str, Any] | None:
-    """The document for an inquiry; None for one that cannot be answered. `names` of engines by their sessions."""
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A stack process, as its operator asks for it."""
+
+    pool: Pool | None
+    engines: Sequence[Engine]
+    stats: Callable[[], StackStats]
+    crash: CrashFile | None
+
+
+async def answers_to(inquiry: Inquiry, asked: Asked) -> Sequence[InquiryAnswer | Refused]:
+    """The parts of the answer to an inquiry, or its refusal."""
+    document = await _document_for(inquiry, asked)
+    if document is None:
+        return [Refused(f"nothing to {inquiry.what[:32]} here")]
+    text = json.dumps(document).encode()
+    ends = range(KEYS_BYTES_MAX, len(text) + KEYS_BYTES_MAX, KEYS_BYTES_MAX)
+    return [InquiryAnswer(text[end - KEYS_BYTES_MAX : end], last=end >= len(text)) for end in ends]
+
+
+async def _document_for(inquiry: Inquiry, asked: Asked) -> dict[str, Any] | None:
+    """None for an inquiry that cannot be answered."""
+    pool, what = asked.pool, inquiry.what
     if what == "ping":
         return state_of(pool)
     if what == "status":
         return status_of(pool)
     if what == "engines":
-        return engines_of(pool, names)
+        return engines_of(pool, {engine.session: engine.engine_id for engine in asked.engines})
+    if what == "figures":
+        return {"kvtier_stats": 1, "process": os.getpid(), "seconds": time.monotonic(), "stats": asdict(asked.stats())}
+    if what == "forget" and asked.crash is not None:
+        return state_of(pool) | {"forgotten": asked.crash.forget(inquiry.about)}
     if what == "reset" and pool is not None and pool.is_open:
         return state_of(pool) | {"fault": await pool.reset_all()}
     return None

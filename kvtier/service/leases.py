@@ -71,6 +71,7 @@ class Copy:
     """A copy that workers of an engine carry out. `left`: those that have not reported. `errors`: of each block.
 
     `load` is that of the control plane, for rows that hold what was stored; None for a fill, and after a reset.
+    `brought`: positions of the lower tiers that brought its keys up.
     A `spare` fill is of no use: its rows are free when it has ended.
     """
 
@@ -82,6 +83,7 @@ class Copy:
     fills: bool
     spare: bool = False
     load: LeasedLoad | None = None
+    brought: dict[OffloadKey, int] = field(default_factory=dict)
 
     def report(self, worker: int, errors: Sequence[int]) -> bool:
         """A worker's part has ended. True if that was the last."""

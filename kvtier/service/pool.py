@@ -29,6 +29,7 @@ from kvtier.service.wire import Breach, Hello, WireError
 from kvtier.stack.assembly import StackParts
 from kvtier.stack.guard import guard_step
 from kvtier.stack.tier_stack import TierStack
+from kvtier.stack.watching.stats import EngineStats
 from kvtier.tier.contract import JoinsRows, LoadStore, ProvidesRows
 from kvtier.types.events import OffloadingEvent
 from kvtier.types.geometry import KVLayout
@@ -149,11 +150,11 @@ class Pool(TierStack):
         assert isinstance(rows, ProvidesRows)
         return rows.rows
 
-    def begin_session(self) -> Session:
-        """A session for an engine that connects."""
+    def begin_session(self, counts: EngineStats | None = None) -> Session:
+        """A session for an engine that connects, which adds to these counts."""
         self._opened()
         self._last += 1
-        session = Session(self._last, self, EngineRequests(self, self._last))
+        session = Session(self._last, self, EngineRequests(self, self._last), counts)
         self.sessions[session.number] = session
         return session
 

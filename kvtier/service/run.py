@@ -14,6 +14,7 @@ from typing import Any
 from kvtier.aio.process_lock import locked_file
 from kvtier.config import parse_stack, stack_parts
 from kvtier.config.load import StackConfig
+from kvtier.service.access import UserAccess
 from kvtier.service.channel import start_lock
 from kvtier.service.crash_file import CrashFile
 from kvtier.service.earlier_ranks import adopt_ranks
@@ -56,7 +57,8 @@ async def _serve(config: StackConfig, path: str, private: PrivateLife | None, wa
     patience = PREDECESSOR_SECONDS if private is not None else 0.0
     manager = ServiceManager() if private is None else None
     kept = KeptMemory(manager) if manager is not None and manager.is_there else None
-    server = StackServer(lambda namespace: stack_parts(config, namespace), path, patience, kept)
+    access = UserAccess(config.allow, config.group) if private is None else None
+    server = StackServer(lambda namespace: stack_parts(config, namespace), path, patience, kept, access)
     with watch(server.stats):
         async with server:
             if private is not None:  # the process before at this path uses none of them any more

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import json
 import logging
 import os
 import secrets
@@ -13,6 +12,7 @@ import socket
 import struct
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,13 @@ from typing import Any
 from kvtier.aio.shielded_wait import shielded_wait
 from kvtier.errors import ConfigError, GeometryError, KVTierError, ResourceError, UsageError
 from kvtier.service import wire
+from kvtier.service.access import UserAccess
 from kvtier.service.channel import Channel, receive_greeting, send_greeting
 from kvtier.service.connected import Engine, Peer
 from kvtier.service.crash_file import CrashFile
+from kvtier.service.engine_totals import EngineTotals
 from kvtier.service.former_workers import FormerWorkers, worker_of
-from kvtier.service.inquiries import answer_of
+from kvtier.service.inquiries import ANSWER_BYTES_MAX, Asked, answers_to
 from kvtier.service.kept_memory import KeptMemory
 from kvtier.service.manifests import read_namespace
 from kvtier.service.pool import Pool, opening_fault, with_shared_rows
@@ -37,7 +39,6 @@ from kvtier.service.wire import (
     Breach,
     Hello,
     Inquiry,
-    InquiryAnswer,
     Refused,
     Welcome,
     WireError,
@@ -74,7 +75,7 @@ class StackServer:
     The first engine brings the layout, so the stack opens with it. `parts` makes the parts of a stack for a namespace.
     Engines of another namespace are refused. Another process at the path may take `patience_seconds` to end.
     With `ends_with_engines` the process ends once its last engine leaves, see `wait_idle`. `kept` has the rows of the
-    process before.
+    process before. `access` are the users that may connect.
     """
 
     def __init__(
@@ -83,10 +84,12 @@ class StackServer:
         path: str,
         patience_seconds: float = 0.0,
         kept: KeptMemory | None = None,
+        access: UserAccess | None = None,
     ) -> None:
         self.incarnation = secrets.token_hex(8)
         self.crash: CrashFile | None = None
         self.ends_with_engines = False
+        self._access = access or UserAccess()
         self._parts = parts
         self._path = path
         self._kept = kept
@@ -97,6 +100,7 @@ class StackServer:
         self._layout: KVLayout | None = None
         self._opening = asyncio.Lock()
         self._engines: dict[str, Engine] = {}
+        self._totals = EngineTotals()
         self._greeting: set[asyncio.Task[None]] = set()
         self._greetings_left = float(CONNECTIONS_MAX)
         self._greeted_at = 0.0
@@ -107,8 +111,9 @@ class StackServer:
 
     def stats(self) -> StackStats:
         """Figures of the stack, from any thread; none before the first engine."""
-        pool = self._pool
-        return pool.stats() if pool is not None and pool.is_open else StackStats({}, 0)
+        pool, engines = self._pool, self._totals.figures(list(self._engines.values()))
+        stats = pool.stats() if pool is not None and pool.is_open else StackStats({}, 0)
+        return replace(stats, engines=engines)
 
     async def wait_idle(self, seconds: float) -> None:
         """Return when there was no connection for so long, or at once when the last engine leaves."""
@@ -162,9 +167,14 @@ class StackServer:
         return self._pool
 
     def open(self) -> None:
-        """Listen. Raises ResourceError if the path is not free."""
+        """Listen. Raises ResourceError if the path is not free, ConfigError if its group cannot be set."""
         self._loop = asyncio.get_running_loop()
         self._file = SocketFile.claim(self._path, socket.SOCK_SEQPACKET, self._patience_seconds)
+        try:
+            self._access.share(self._path)
+        except ConfigError:
+            self._file.release()
+            raise
         self._loop.add_reader(self._file.fd, self._accept)
         if self._kept is not None:
             self._former = FormerWorkers(self._kept.former, self._on_former_gone)
@@ -303,21 +313,17 @@ class StackServer:
         """Answer an operator. Another user gets none."""
         if _peer_of(sock)[1] != os.geteuid():
             return
-        names = {engine.session: engine.engine_id for engine in self._engines.values()}
-        document = await answer_of(inquiry.what, self._pool, names)
-        item = (
-            Refused(f"nothing to {inquiry.what[:32]} here")
-            if document is None
-            else InquiryAnswer(json.dumps(document).encode())
-        )
+        asked = Asked(self._pool, list(self._engines.values()), self.stats, self.crash)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, ANSWER_BYTES_MAX)
         with suppress(OSError):
-            send_greeting(sock, item)
+            for item in await answers_to(inquiry, asked):
+                send_greeting(sock, item)
 
     def _fault(self, sock: socket.socket, hello: object, descriptors: list[int]) -> str:
         """Why a process is not served; empty if it is."""
         pid, uid = _peer_of(sock)
-        if uid != os.geteuid():
-            return f"user {uid} is not allowed"
+        if fault := self._access.fault(uid):
+            return fault
         if not isinstance(hello, Hello) or len(descriptors) != 1:
             return "a greeting is a Hello and a pidfd"
         if fault := _pidfd_fault(descriptors[0], pid):
@@ -399,7 +405,7 @@ class StackServer:
             engine = self._engines[hello.token] = Engine(self.pool.begin_session(), hello)
         elif engine.session.lost:
             engine.earlier[engine.session] = set()
-            engine.session = self.pool.begin_session()
+            engine.session = self.pool.begin_session(engine.counts)
         return engine
 
     # -- items ---------------------------------------------------------------------------------------------------
@@ -547,6 +553,7 @@ class StackServer:
         if engine.pidfds or self._engines.get(engine.token) is not engine:
             return
         del self._engines[engine.token]
+        self._totals.on_gone(engine)
         self._changed.set()
         if self.pool.is_open:
             for session in (*engine.earlier, engine.session):

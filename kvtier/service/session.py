@@ -27,6 +27,7 @@ from kvtier.service.pool_state import PoolState
 from kvtier.service.requests import EngineRequests
 from kvtier.service.weights import WeightsCheck
 from kvtier.service.wire import Breach, Item
+from kvtier.stack.watching.stats import EngineStats
 from kvtier.types.hints import HintRefusal, HintResult
 from kvtier.types.keys import GROUP_BYTES, JobId, OffloadKey, key_group
 
@@ -76,10 +77,14 @@ class Session:
     """An engine of a pool. `number` distinguishes it. `space` are its keys once it has joined.
 
     `shut`: why it is served nothing any more, for the rest of its life. `lent_in_turn` is the turn of its last loan.
+    `counts` are added to.
     """
 
-    def __init__(self, number: int, host: SessionHost, requests: EngineRequests) -> None:
+    def __init__(
+        self, number: int, host: SessionHost, requests: EngineRequests, counts: EngineStats | None = None
+    ) -> None:
         self.number = number
+        self.counts = EngineStats() if counts is None else counts
         self.space: KeySpace | None = None
         self.joins = False
         self.shut = ""
@@ -91,7 +96,7 @@ class Session:
         self._requests = requests
         self._items: list[Item] = []
         self._questions: list[Item] = []
-        self.copying = Copying(host, self._items, host.end_fill)
+        self.copying = Copying(host, self._items, host.end_fill, self.counts)
         self.leasing = Leasing(number, host, self._items, self.copying)
         self._workers = host.geometry.world_size
         self._notes: dict[int, str] = {}
@@ -105,6 +110,7 @@ class Session:
         self._resets: list[int] = []
         self._resets_begun = 0
         self._loads_known = 0
+        self._asks = False
 
     @property
     def is_engine(self) -> bool:
@@ -129,6 +135,8 @@ class Session:
 
     def _ask(self, item: wire.Ask, now: float) -> None:
         keys = self._keys(item.keys)
+        self.counts.looked_up += len(keys)
+        self._asks = True
         if self.serves:
             self.leasing.lookups.take(item, keys, now)
         else:
@@ -136,6 +144,8 @@ class Session:
 
     def _reserve(self, item: wire.Reserve, now: float) -> None:
         keys = self._keys(item.keys)
+        if not self._asks:  # one that looks up before is counted there
+            self.counts.looked_up += len(keys)
         if self.serves:
             self.leasing.reserve(item, keys, now)
         else:
@@ -382,7 +392,9 @@ class Session:
             self._items.append(wire.Revoke([], lent))
         for first in range(0, len(requests), REVOKED_AT_ONCE):
             self._items.append(wire.Revoke([request for request, _ in requests[first : first + REVOKED_AT_ONCE]]))
-        return lent + sum(count for _, count in requests)
+        revoked = lent + sum(count for _, count in requests)
+        self.counts.revoked_rows += revoked
+        return revoked
 
     def lose(self, now: float) -> None:
         """The connection has ended. What the engine holds, its workers may use until all its processes have exited."""

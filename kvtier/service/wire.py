@@ -473,15 +473,20 @@ class Refused(Item, tag=98, frozen=True):
 
 
 class Inquiry(Item, tag=99, frozen=True):
-    """The first message of an operator, in the place of `Hello`, without a pidfd: ping, status, engines or reset."""
+    """The first message of an operator, in the place of `Hello`, without a pidfd.
+
+    `what`: ping, status, engines, figures, reset or forget, the last with the id of an engine as `about`.
+    """
 
     what: str
+    about: str = ""
 
 
 class InquiryAnswer(Item, tag=100, frozen=True):
-    """The answer: a JSON document. The connection ends with it."""
+    """A part of the answer, a JSON document; `last`: no part follows, and the connection ends."""
 
     document: bytes
+    last: bool = True
 
 
 Greeting = (Hello, Welcome, Refused, Inquiry, InquiryAnswer)

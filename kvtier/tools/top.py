@@ -1,6 +1,7 @@
 """The figures that `kvtier top` shows: readings of a stats socket or a page of metrics, and what two of them give."""
 
 import asyncio
+import errno
 import http.client
 import json
 import math
@@ -18,6 +19,7 @@ from urllib.parse import urlsplit
 
 from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.cli.stores import printable
+from kvtier.client.inquiry import inquire
 from kvtier.control.tiers.histogram import HistogramFigures
 from kvtier.errors import ResourceError, UsageError
 from kvtier.metrics.families import DEFINITIONS, metric_families
@@ -30,7 +32,10 @@ TIERS_MAX, NAME_MAX, REASON_MAX = 512, 64, 200
 VALUE_MAX = float(1 << 63)
 """No figure is larger, and none is negative."""
 _COUNTERS = ("hits", "load_bytes", "store_bytes", "evictions")
-_DEFINITIONS = {each.name: each for each in DEFINITIONS if "tier" in each.label_names or each.figure == "backlog"}
+_DEFINITIONS = {
+    each.name: each for each in DEFINITIONS if each.label_names[:1] == ("tier",) or each.figure == "backlog"
+}
+_OF_ENGINES = {each.name: each for each in DEFINITIONS if each.label_names[:1] == ("engine",)}
 
 Value = tuple[str, tuple[str, ...], float]
 """A tier, a figure of `DEFINITIONS` with its other labels, a value. The last label of a bucket is its bound."""
@@ -44,7 +49,8 @@ class StackReading:
     """Figures by tier, then by figure and labels; those of no tier have the empty one.
 
     `seconds` is a clock of the source. Where a page shows several stacks, tiers are `stack/tier`. `states` are those
-    that the source gives in words. `process` differs where counters begin at zero again.
+    that the source gives in words. `process` differs where counters begin at zero again. `engines` has the figures of
+    a service by engine.
     """
 
     seconds: float
@@ -52,12 +58,16 @@ class StackReading:
     states: Mapping[str, str] = field(default_factory=dict)
     process: object = None
     written_today_bytes: int | None = None
+    engines: Mapping[str, Mapping[tuple[str, ...], float]] = field(default_factory=dict)
 
     def total(self, tier: str, *first: str) -> float | None:
         """The sum of the figures whose name and labels begin so; None where the source does not have one."""
-        found = self.figures.get(tier, {}).items()
-        values = [value for labels, value in found if labels[: len(first)] == first]
-        return sum(values) if values else None
+        return _total(self.figures.get(tier, {}), *first)
+
+
+def _total(figures: Mapping[tuple[str, ...], float], *first: str) -> float | None:
+    values = [value for labels, value in figures.items() if labels[: len(first)] == first]
+    return sum(values) if values else None
 
 
 async def read(address: str) -> StackReading:
@@ -87,10 +97,16 @@ def _check_url(address: str) -> None:
 
 
 def _read_socket(path: str) -> StackReading:
+    """The figures of a stats socket, or of the socket of a service."""
     with socket.socket(socket.AF_UNIX) as client:
         connect_limit = struct.pack("ll", int(TIMEOUT_SECONDS), int(TIMEOUT_SECONDS % 1 * 1e6))
         client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, connect_limit)
-        client.connect(path)
+        try:
+            client.connect(path)
+        except OSError as error:
+            if error.errno != errno.EPROTOTYPE:
+                raise
+            return from_document(json.dumps(inquire(path, "figures", TIMEOUT_SECONDS)).encode())
         client.settimeout(TIMEOUT_SECONDS)
         return from_document(_read_all(client.recv))
 
@@ -128,25 +144,27 @@ def from_document(text: bytes) -> StackReading:
     try:
         document = json.loads(text)
         stats = stats_from_json(document)
-        today = sum(map(int, document["written_today_bytes"].values()))
+        today = sum(map(int, document.get("written_today_bytes", {"": -1}).values()))
         states = {_name(tier): _name(figures.breaker) for tier, figures in stats.tiers.items()}
-        process = (int(document["process"]), float(document["opened_at"]))
-        figures = _by_tier(_values(stats))
+        process = (int(document["process"]), float(document.get("opened_at", 0)))
+        figures, engines = _by_name(_values(stats, "tier")), _by_name(_values(stats, "engine"))
         seconds = float(document["seconds"])
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError):
         raise ResourceError("it says something else than a stats socket of kvtier") from None
-    return StackReading(_clock(seconds), figures, states, process, today if 0 <= today <= VALUE_MAX else None)
+    return StackReading(_clock(seconds), figures, states, process, today if 0 <= today <= VALUE_MAX else None, engines)
 
 
-def _values(stats: StackStats) -> Iterator[Value]:
+def _values(stats: StackStats, by: str) -> Iterator[Value]:
+    """The figures whose first label is `by`, and those of no tier."""
     for metric, samples in metric_families(stats).items():
-        for (tier, *labels), value in samples.items() if "tier" in metric.label_names else ():
+        for (tier, *labels), value in samples.items() if metric.label_names[:1] == (by,) else ():
             if isinstance(value, HistogramFigures):
                 for bound, count in zip((*value.bounds, math.inf), accumulate(value.counts), strict=True):
                     yield tier, (metric.figure, *labels, str(float(bound))), count
             else:
                 yield tier, (metric.figure, *labels), value
-    yield "", ("backlog",), stats.backlog
+    if by == "tier":
+        yield "", ("backlog",), stats.backlog
 
 
 def from_page(page: str) -> StackReading:
@@ -160,12 +178,20 @@ def from_page(page: str) -> StackReading:
     now = time.monotonic()
     try:
         families = [each for each in text_string_to_metric_families(page) if each.name.startswith("kvtier_")]
-        figures = _by_tier(_values_of_stacks([each for family in families for each in family.samples]))
+        samples = [each for family in families for each in family.samples]
+        figures, engines = _by_name(_values_of_stacks(samples)), _by_name(_values_of_engines(samples))
     except (ValueError, LookupError):
         raise ResourceError("it is no page of metrics") from None
     if not families:
         raise ResourceError("there are no metrics of kvtier on this page")
-    return StackReading(_clock(now), figures)
+    return StackReading(_clock(now), figures, engines=engines)
+
+
+def _values_of_engines(samples: Iterable[Any]) -> Iterator[Value]:
+    for sample in samples:
+        if definition := _OF_ENGINES.get(sample.name):
+            engine, *labels = (sample.labels.get(name, "") for name in definition.label_names)
+            yield engine, (definition.figure, *labels), sample.value
 
 
 def _values_of_stacks(samples: Iterable[Any]) -> Iterator[Value]:
@@ -181,15 +207,15 @@ def _values_of_stacks(samples: Iterable[Any]) -> Iterator[Value]:
         yield (f"{stack}/{tier}" if stack and tier else tier), (definition.figure, *labels), sample.value
 
 
-def _by_tier(values: Iterable[Value]) -> dict[str, dict[tuple[str, ...], float]]:
-    """Figures by tier of the values that may be shown: short printable labels, and sound values."""
+def _by_name(values: Iterable[Value]) -> dict[str, dict[tuple[str, ...], float]]:
+    """Figures by tier or engine of the values that may be shown: short printable labels, and sound values."""
     found: dict[str, dict[tuple[str, ...], float]] = {}
     for tier, labels, value in values:
         if 0 <= value <= VALUE_MAX:
             own, key = found.setdefault(_name(tier), {}), tuple(map(_name, labels))
             own[key] = own.get(key, 0) + value
     if len(found) > TIERS_MAX:
-        raise ResourceError(f"it has {len(found)} tiers, more than the {TIERS_MAX} that can be shown")
+        raise ResourceError(f"it has {len(found)} tiers or engines, more than the {TIERS_MAX} that can be shown")
     return found
 
 
@@ -226,6 +252,26 @@ def snapshot(now: StackReading, before: StackReading | None = None, base: StackR
         "largest_queued_bytes": max(largest, default=None),
         "written_bytes": sum(written) if written else None,
         "written_today_bytes": now.written_today_bytes,
+        "engines": [_engine(name, now, before, base) for name in now.engines],
+    }
+
+
+def _engine(name: str, now: StackReading, before: StackReading | None, base: StackReading | None) -> Figures:
+    """Figures of an engine of a service: the share of the blocks looked up that it loaded, and rates in blocks."""
+
+    def growth(start: StackReading | None, figure: str) -> float:
+        then = start.engines.get(name, {}) if start else {}
+        return (_total(now.engines[name], figure) or 0) - (_total(then, figure) or 0)
+
+    seconds = now.seconds - before.seconds if before else 0
+    looked_up = growth(base, "looked_up")
+    return {
+        "engine": name,
+        "hit_share": min(1.0, max(0.0, growth(base, "loaded") / looked_up)) if looked_up > 0 else None,
+        "loads_per_second": growth(before, "loaded") / seconds if seconds > 0 else None,
+        "stores_per_second": growth(before, "stored") / seconds if seconds > 0 else None,
+        "held_rows": _total(now.engines[name], "held_rows"),
+        "revoked_rows": growth(base, "revoked_rows"),
     }
 
 

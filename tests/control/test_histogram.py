@@ -51,12 +51,6 @@ def test_values_in_place_of_the_new_ones_have_their_counts_and_their_sum(seed: i
     assert list(after.values_since(after)) == []
 
 
-def test_a_quantile_is_the_bound_of_its_bucket() -> None:
-    figures = counted([0.5] * 90 + [4.0] * 9 + [100.0]).figures()
-    assert [figures.quantile(share) for share in (0.5, 0.9, 0.95, 0.99, 1.0)] == [1.0, 1.0, 5.0, 5.0, math.inf]
-    assert counted([]).figures().quantile(0.5) is None
-
-
 def test_histograms_of_one_tier_are_added_up() -> None:
     both = merge([counted([0.5, 3.0]).figures(), counted([3.0]).figures()])
     assert (both.counts, both.sum) == ((1, 0, 2, 0), 6.5)

@@ -16,7 +16,7 @@ from kvtier.metrics import DEFINITIONS, MetricDefinition, metric_families
 from kvtier.metrics.families import Samples
 from kvtier.stack import StackStats, TierStats
 from kvtier.stack.dispatcher import TransferStats
-from kvtier.stack.watching.stats import HintStats, lower_stats
+from kvtier.stack.watching.stats import EngineStats, HintStats, lower_stats
 from kvtier.tier.contract import LookupResult
 from kvtier.types.jobs import DropReason, SkipReason
 
@@ -25,6 +25,7 @@ UNITS = (
     "_seconds",
     "_blocks",
     "_slots",
+    "_rows",
     "_events",
     "_errors",
     "_restarts",
@@ -40,6 +41,7 @@ UNITS = (
 )
 NO_BASE_UNIT = ("_ms", "_us", "_milliseconds", "_kib", "_mib", "_gib", "_percent", "_hits")
 GAUGES = (
+    "held_rows",
     "used_tokens",
     "capacity_tokens",
     "recovered",
@@ -112,7 +114,7 @@ def test_a_metric_is_documented_with_its_kind_labels_and_help(definition: Metric
 
 def test_labels_are_few() -> None:
     shown = {name for each in DEFINITIONS if not each.name.endswith("_info") for name in each.label_names}
-    assert shown == {"tier", "direction", "reason", "state", "size", "hint", "group"}
+    assert shown == {"tier", "direction", "reason", "state", "size", "hint", "group", "engine"}
 
 
 def test_the_documentation_names_no_other_metric() -> None:
@@ -126,10 +128,11 @@ def test_every_number_is_a_sample() -> None:
     of_stack = {
         field.name: number
         for number, field in enumerate(fields(StackStats), start=70)
-        if field.name not in ("tiers", "hints")
+        if field.name not in ("tiers", "hints", "engines")
     }
+    engines = {"one": EngineStats(201, 202, {"disk": 203}, 204, 205)}
     hints = HintStats(79, {"retain": {"over_quota": 80}}, 81, 82, 83, {"late": 84}, 85)
-    found = values(StackStats({"disk": figures}, **of_stack, hints=hints))
+    found = values(StackStats({"disk": figures}, **of_stack, hints=hints, engines=engines))
     values_found = [value for samples in found.values() for value in samples.values()]
     samples = sorted(value for value in values_found if not isinstance(value, HistogramFigures) and value)
     assert len(values_found) - sum(not isinstance(value, HistogramFigures) for value in values_found) == 4
@@ -137,7 +140,7 @@ def test_every_number_is_a_sample() -> None:
     numbers.remove(figures.token_bytes)
     derived = [figures.capacity_tokens, figures.used_tokens]
     ones = [figures.up, figures.joined, *figures.about.values(), *StackStats({}, 0).build.values()]
-    expected = [*numbers, *range(90, 101), *of_stack.values(), *range(79, 86), *ones, *derived]
+    expected = [*numbers, *range(90, 101), *of_stack.values(), *range(79, 86), *range(201, 206), *ones, *derived]
     assert samples == sorted(filter(None, expected))
 
 

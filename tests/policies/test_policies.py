@@ -32,6 +32,11 @@ def filled(name: str, count: int):
     return policy, keys
 
 
+def fingerprints(ghosts: GhostLists, which: int) -> list[int]:
+    """Those of a list's ghosts, the oldest first."""
+    return [ghosts._fingerprints[ghost] for ghost in ghosts._order.from_coldest(which)]
+
+
 class PolicyContract:
     """The promises of `EvictionPolicy`; each policy's test class inherits them."""
 
@@ -370,7 +375,7 @@ class ARCModel:
             alone = GhostLists(self.c, 1)
             for key in ghosts:
                 alone.push(0, key)
-            assert list(policy._ghosts.fingerprints(which)) == list(alone.fingerprints(0))
+            assert fingerprints(policy._ghosts, which) == fingerprints(alone, 0)
             assert policy._ghosts.sizes[which] == len(ghosts)
         assert list(policy._promised) == self.promised
         assert len(self.t1) + len(self.b1) <= self.c

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from support_service import SECONDS, TestEngine, block_keys, end, stack_process, stack_text, until
 
+from kvtier.client.inquiry import inquire
 from kvtier.errors import ConfigError, IntegrityError
 from kvtier.service import crash_file, wire
 from kvtier.service.channel import is_listening
@@ -106,8 +107,14 @@ def test_an_engine_whose_messages_ended_it_twice_is_refused_and_others_are_not(s
         with TestEngine(path, "good") as good, TestEngine(path) as nameless:
             assert good.store(range(4)) == ["stored"] * 4
             assert nameless.load(range(4)) == ["hit"] * 4
+        assert inquire(path, "forget", SECONDS, "good")["forgotten"] == 0
+        assert inquire(path, "forget", SECONDS, "bad")["forgotten"] == 2
+        TestEngine(path, "bad").client.close()
         end(process)
     assert len(files(path)) == 2
+    with stack_process(stack, path) as process:
+        TestEngine(path, "bad").client.close()
+        end(process)
 
 
 def test_an_orderly_end_leaves_no_file_and_a_killed_one_none_for_long(stack: Path, path: str) -> None:

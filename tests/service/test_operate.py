@@ -8,12 +8,16 @@ import sys
 
 import pytest
 from click.testing import CliRunner
-from support_service import PAGE, TestEngine, stack_process, stack_text
+from support_served import served
+from support_service import PAGE, TestEngine, stack_process, stack_text, until
 
 from faults.machine import warm
 from kvtier.cli import main
+from kvtier.service import engine_totals
 from kvtier.service.channel import send_greeting
+from kvtier.service.engine_totals import OTHERS
 from kvtier.service.wire import Inquiry
+from kvtier.stack.watching.stats import EngineStats
 
 
 def run(*words: str, status: int = 0) -> str:
@@ -22,8 +26,8 @@ def run(*words: str, status: int = 0) -> str:
     return found.output
 
 
-def asked(path: str, what: str) -> dict:
-    return json.loads(run(what, path, "--json"))
+def asked(path: str, what: str, *about: str) -> dict:
+    return json.loads(run(what, *about, path, "--json"))
 
 
 def test_an_operator_sees_engines_and_rows_and_resets_them(tmp_path):
@@ -52,6 +56,10 @@ def test_an_operator_sees_engines_and_rows_and_resets_them(tmp_path):
             assert {name: engine["state"] for name, engine in listed.items()} == {"one": "served", "two": "served"}
             assert listed["one"]["lent_rows"] == len(one.client.core._lent)
             assert "served" in run("engines", path)
+            shown = {row["engine"]: row for row in json.loads(run("top", path, "--once", "--json"))["engines"]}
+            assert (shown["two"]["hit_share"], shown["one"]["hit_share"]) == (1.0, None)
+            assert shown["one"]["held_rows"] == listed["one"]["held_rows"]
+            assert "stores/s" in run("top", path, "--once", "--interval", "0")
             assert run("reset", path) == "nothing stored before is found any more\n"
             assert one.load(range(16), "a") == ["missing"] * 16
             assert two.load(range(16), "b") == ["missing"] * 16
@@ -70,3 +78,30 @@ def test_an_inquiry_that_is_none_is_refused(tmp_path, what):
             sock.settimeout(10)
             assert b"nothing to" in sock.recv(1 << 16)
         assert "protocol" in run("ping", path)
+
+
+def test_figures_of_engines_are_counted_by_name_also_when_they_are_gone(tmp_path, monkeypatch):
+    monkeypatch.setattr(engine_totals, "NAMES_MAX", 4)
+    found: dict[str, EngineStats] = {}
+    with served(tmp_path, stack_text(64)) as service:
+
+        def figures() -> dict[str, EngineStats]:
+            return service.server.stats().engines
+
+        for life in range(2):
+            with TestEngine(service.path, "again") as engine, TestEngine(service.path, "other") as other:
+                assert engine.store(range(8 * life, 8 * life + 8)) == ["stored"] * 8
+                assert other.load(range(8)) == ["hit"] * 8
+                assert figures()["again"].held_rows > 0
+            until(lambda: service.engines == 0, "they are gone")
+            found = figures()
+        assert (found["again"].stored, found["again"].held_rows) == (16, 0)
+        assert (found["other"].looked_up, found["other"].loaded) == (16, {"cpu": 16})
+        for number in range(6):
+            with TestEngine(service.path, f"e{number}") as engine:
+                engine.look(range(4))
+            until(lambda: service.engines == 0, "it is gone")
+        found = figures()
+        assert len(found) == 5
+        assert found[OTHERS].stored == 16
+        assert sum(each.loaded.get("cpu", 0) for each in found.values()) == 16

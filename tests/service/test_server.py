@@ -288,7 +288,7 @@ def test_another_user_is_refused() -> None:
             send_greeting(sock, item, [pidfd])
             os.close(pidfd)
             answer, _ = receive_greeting(sock, GREETING)
-            assert answer == Refused("user 54321 is not allowed")
+            assert answer == Refused("user 54321 is not allowed, see `allow` of the stack file")
         assert engine.look(range(4)) == [LookupResult.HIT] * 4
 
 

@@ -44,18 +44,6 @@ class HistogramFigures:
                 most = self.bounds[bucket] if bucket < len(self.bounds) else math.inf
                 yield from repeat(min(max(mean, least), most), new)
 
-    def quantile(self, share: float) -> float | None:
-        """The bound of the bucket that holds this share of the values, 0 to 1; None without values.
-
-        Infinite if that is the last bucket.
-        """
-        rank, seen = share * self.count, 0
-        for bound, count in zip((*self.bounds, math.inf), self.counts, strict=True):
-            seen += count
-            if count and seen >= rank:
-                return bound
-        return None
-
 
 class Histogram:
     """Counts values by bucket. One thread observes; `figures` is for any."""

@@ -169,6 +169,20 @@ class HintStats:
     demoted_early: int = 0
 
 
+@dataclass(slots=True)
+class EngineStats:
+    """Figures of an engine of a stack process, in blocks; `loaded` by the highest tier that had them.
+
+    `revoked_rows` were asked back from it, `held_rows` are lent or leased to it, or in its copies.
+    """
+
+    looked_up: int = 0
+    stored: int = 0
+    loaded: dict[str, int] = field(default_factory=dict)
+    revoked_rows: int = 0
+    held_rows: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class StackStats:
     """Every tier by name, from the CPU down, and the blocks on their way to lower tiers.
@@ -177,6 +191,7 @@ class StackStats:
     exceptions that were caught: of tiers, and of the stack itself, whose first one makes every request a miss.
     `hints` is what became of hints. `group_blocks` counts blocks that the engine stored and loaded, by KV cache group.
     `restarts` counts how often an engine has started its stack process again; 0 for a stack in the engine's process.
+    `engines` by name, of a service.
     """
 
     tiers: dict[str, TierStats]
@@ -186,11 +201,7 @@ class StackStats:
     hints: HintStats = HintStats()
     group_blocks: dict[str, dict[str, int]] = field(default_factory=dict)
     restarts: int = 0
-
-    @property
-    def exceptions(self) -> int:
-        """`errors`, by a name that is not also that of a tier's figure."""
-        return self.errors
+    engines: dict[str, EngineStats] = field(default_factory=dict)
 
     @property
     def build(self) -> dict[tuple[str, ...], int]:

@@ -1,7 +1,6 @@
-"""`kvtier ping | status | engines | reset SOCKET`: what the operator of a `kvtier serve` needs."""
+"""`kvtier ping | status | engines | reset | forget SOCKET`: what the operator of a `kvtier serve` needs."""
 
 import json
-import socket
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,30 +9,13 @@ import click
 from rich.console import Console
 
 from kvtier.cli.terminal import table
-from kvtier.errors import KVTierError, ResourceError
+from kvtier.client.inquiry import inquire
 from kvtier.options import size_text
-from kvtier.service.channel import is_listening, receive_greeting, send_greeting
-from kvtier.service.wire import GREETING, Inquiry, InquiryAnswer
+from kvtier.service.channel import is_listening
 
 VERSION = 1
 SECONDS = 10.0
 WAIT_SECONDS = 0.05
-
-
-def inquire(path: str, what: str, seconds: float) -> dict[str, Any]:
-    """The answer of the stack process at a socket. Raises ResourceError if there is none in time."""
-    try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as sock:
-            sock.settimeout(seconds)
-            sock.connect(path)
-            send_greeting(sock, Inquiry(what))
-            answer, _ = receive_greeting(sock, GREETING)
-    except (OSError, KVTierError) as error:
-        raise ResourceError(f"no stack process answers at {path}: {error}") from error
-    if not isinstance(answer, InquiryAnswer):
-        raise ResourceError(f"the stack process at {path} refuses: {getattr(answer, 'reason', answer)}")
-    found: dict[str, Any] = json.loads(answer.document)
-    return found
 
 
 def _wait(path: str, seconds: float) -> float:
@@ -52,9 +34,9 @@ def _options(command: Callable[..., None]) -> Callable[..., None]:
     return click.argument("path", metavar="SOCKET")(command)
 
 
-def _shown(what: str, path: str, timeout: float, as_json: bool) -> dict[str, Any] | None:
+def _shown(what: str, path: str, timeout: float, as_json: bool, about: str = "") -> dict[str, Any] | None:
     """The answer, unless it was printed as JSON."""
-    found = inquire(path, what, timeout)
+    found = inquire(path, what, timeout, about)
     if not as_json:
         return found
     click.echo(json.dumps({"command": what, "version": VERSION} | found, indent=2))
@@ -115,3 +97,14 @@ def reset(path: str, timeout: float, as_json: bool) -> None:
         click.echo(found["fault"] or "nothing stored before is found any more")
     if found is not None and found["fault"]:
         raise click.exceptions.Exit(1)
+
+
+@click.command(short_help="Serve an engine again that was refused.")
+@click.argument("engine", metavar="ENGINE")
+@_options
+def forget(path: str, engine: str, timeout: float, as_json: bool) -> None:
+    """Forget the defects of a `kvtier serve` that messages of ENGINE, its id, brought about: it may connect again at
+    once, not only after an hour."""
+    found = _shown("forget", path, timeout, as_json, engine)
+    if found is not None:
+        click.echo(f"forgotten: {found['forgotten']}")

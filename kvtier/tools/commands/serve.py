@@ -43,7 +43,7 @@ def _address(ctx: click.Context, param: click.Parameter, value: str | None) -> t
 def serve(stack: str, path: str | None, metrics: tuple[str, int] | None) -> None:
     """Serve STACK.yaml at a Unix socket, until SIGTERM or Ctrl-C; what is dirty is written back then.
 
-    Engines of this user and of one namespace share its rows, disks and servers. The log goes to stderr.
+    Engines of this user, or of those in `allow`, share its rows, disks and servers. The log goes to stderr.
     """
     text = read_text(stack)
     place = path or str(runtime_folder(parse_stack(text).runtime_dir) / f"{Path(stack).stem}.sock")

@@ -28,6 +28,7 @@ SORTS |= {"used": "used_bytes", "dropped": "drops_per_second", "errors": "errors
 """Figures by which the tiers may be sorted; `stack` is their own order, from the CPU down."""
 _FIRST = ("tier", "", "hits", "load", "in flight", "evicted/s", "errors")
 _SECOND = ("state", "used", "p50/p99", "store", "queued", "dropped/s", "coldest")
+_OF_ENGINES = ("engine", "hits", "loads/s", "stores/s", "rows held", "revoked")
 _UNITS = "load, store: MiB/s   p50/p99: ms of a load   hits: of all blocks looked up"
 _AGE_UNITS = (("d", 86400), ("h", 3600), ("m", 60), ("s", 1))
 
@@ -62,8 +63,13 @@ def _cells(row: Figures) -> list[str]:
     ]
 
 
+def _engine_cells(row: Figures) -> list[str]:
+    rates = _number(row["loads_per_second"]), _number(row["stores_per_second"])
+    return [row["engine"], _percent(row["hit_share"]), *rates, _number(row["held_rows"]), _number(row["revoked_rows"])]
+
+
 def screen(found: Figures, sort: str = "stack") -> RenderableType:
-    """The table of all tiers and the lines below it, in 80 columns."""
+    """The table of all tiers, that of engines if there are some, and the lines below, in 80 columns."""
     rows = sorted(found["tiers"], key=lambda row: -(row.get(SORTS[sort]) or 0))
     tiers = table([*map("\n".join, zip(_FIRST, _SECOND, strict=True))], map(_cells, rows), words=(0, 1))
     tiers.show_lines = True
@@ -71,7 +77,8 @@ def screen(found: Figures, sort: str = "stack") -> RenderableType:
     backlog, largest = _number(found["backlog_blocks"]), _size(found["largest_queued_bytes"])
     below = f"backlog {backlog} blocks   largest waiting job {largest}\nwritten below the CPU tier {today}"
     below += f"{_size(found['written_bytes'])} since the start"
-    return Group(tiers, Text(below, no_wrap=True), Text(_UNITS, style="dim", no_wrap=True))
+    engines = [table(_OF_ENGINES, map(_engine_cells, found["engines"]), words=(0,))] if found["engines"] else []
+    return Group(tiers, *engines, Text(below, no_wrap=True), Text(_UNITS, style="dim", no_wrap=True))
 
 
 class View:

@@ -236,7 +236,7 @@ async def test_blocks_not_named_in_full_are_dropped_and_never_copied(tier: Tier)
         assert [group.rows.tolist() for group in worker.seen[0].groups] == [[4]]
     assert not tier.region.view[[3, 6]].any()
     assert tier.region.row(4)[: tier.geometry.aligned_bytes(0)] == tier.expected_row(0, [11, 12])
-    assert tier.backend.counters.partial_blocks == 2
+    assert tier.backend.counters["partial_blocks"] == 2
 
 
 async def test_a_job_of_partial_blocks_only_asks_no_worker(tier: Tier) -> None:
@@ -271,7 +271,7 @@ async def test_a_row_one_worker_did_not_stamp_is_a_failure_and_the_others_are_ke
     result = await tier.backend.store(job(JobKind.STORE, transfer(1, GPURuns.whole([1, 2, 3, 4], FACTOR), [2, 8])))
     assert result.outcomes == ((failed(errno.EIO), STORED),)
     assert result.bytes_moved == tier.geometry.kv_bytes_per_offloaded_block(1)
-    assert tier.backend.counters.unstamped_blocks == 1
+    assert tier.backend.counters["unstamped_blocks"] == 1
 
 
 async def test_a_stamp_of_an_earlier_generation_does_not_count(tier: Tier) -> None:
@@ -293,7 +293,7 @@ async def test_a_worker_that_ends_in_an_error_fails_its_blocks_with_that_errno(t
     tier.workers[1].raises = disk_error()
     result = await tier.backend.store(job(JobKind.STORE, transfer(1, GPURuns.whole([1, 2], FACTOR), [2])))
     assert result.outcomes == ((failed(errno.ENODEV),),)
-    assert tier.backend.counters.worker_errors == 1
+    assert tier.backend.counters["worker_errors"] == 1
     tier.workers[1].raises = asyncio.CancelledError()
     result = await tier.backend.store(job(JobKind.STORE, transfer(1, GPURuns.whole([1, 2], FACTOR), [2])))
     assert result.outcomes[0][0].status is BlockStatus.CANCELLED
@@ -392,7 +392,7 @@ async def test_a_row_that_changed_since_it_was_sealed_is_corrupt_and_not_copied(
     before = [worker.pages[1].copy() for worker in tier.workers]
     result = await tier.backend.load(job(JobKind.LOAD, transfer(1, GPURuns.whole(range(40, 46), FACTOR), rows)))
     assert result.outcomes == ((LOADED, CORRUPT, LOADED),)
-    assert tier.backend.counters.corrupt_rows == 1
+    assert tier.backend.counters["corrupt_rows"] == 1
     for worker, old in zip(tier.workers, before, strict=True):
         old[[40, 41, 44, 45]] = old[[0, 1, 4, 5]]
         assert (worker.pages[1] == old).all()

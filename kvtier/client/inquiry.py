@@ -1,0 +1,34 @@
+"""Questions of an operator to a stack process, each over a connection of its own."""
+
+from __future__ import annotations
+
+import json
+import socket
+from typing import Any
+
+from kvtier.errors import KVTierError, ResourceError
+from kvtier.service.channel import receive_greeting, send_greeting
+from kvtier.service.wire import GREETING, Inquiry, InquiryAnswer
+
+
+def inquire(path: str, what: str, seconds: float, about: str = "") -> dict[str, Any]:
+    """The answer of the stack process at a socket. Raises ResourceError if there is none in time."""
+    document = b""
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as sock:
+            sock.settimeout(seconds)
+            sock.connect(path)
+            send_greeting(sock, Inquiry(what, about))
+            while True:
+                answer, _ = receive_greeting(sock, GREETING)
+                if not isinstance(answer, InquiryAnswer):
+                    raise ResourceError(f"the stack process at {path} refuses: {getattr(answer, 'reason', answer)}")
+                document += answer.document
+                if answer.last:
+                    break
+    except ResourceError:
+        raise
+    except (OSError, KVTierError) as error:
+        raise ResourceError(f"no stack process answers at {path}: {error}") from error
+    found: dict[str, Any] = json.loads(document)
+    return found
