@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from kvtier.client.private import PrivateStack
 from kvtier.errors import ConfigError, ResourceError
 from kvtier.service.channel import receive_greeting, send_greeting
-from kvtier.service.wire import GREETING, PROTOCOL, Hello, Refused, Welcome, WireError
+from kvtier.service.wire import GREETING, PROTOCOLS, Hello, Refused, Welcome, WireError
 from kvtier.types.namespace import Namespace
 
 CONNECT_SECONDS = 10.0
@@ -53,7 +53,7 @@ def unconnected() -> Connected:
     """A connection that has ended."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     theirs.close()
-    return ours, Welcome(PROTOCOL, "", 0, 0, 0, 0), ()
+    return ours, Welcome(PROTOCOLS[-1], "", 0, 0, 0, 0), ()
 
 
 def connect(identity: Identity, process: Participant, *, resumes: bool = False) -> Connected:
@@ -77,7 +77,7 @@ def connect(identity: Identity, process: Participant, *, resumes: bool = False) 
 def _connect(identity: Identity, process: Participant, resumes: bool) -> Connected:
     manifest = identity.namespace.manifest().encode()
     hello = Hello(
-        [PROTOCOL],
+        list(PROTOCOLS),
         "",
         process.role,
         process.number,
@@ -102,10 +102,12 @@ def _connect(identity: Identity, process: Participant, resumes: bool) -> Connect
     except (OSError, WireError) as error:
         sock.close()
         raise ResourceError(f"no stack process answers at {identity.path}: {error}") from error
-    if isinstance(answer, Welcome):
+    if isinstance(answer, Welcome) and answer.protocol in PROTOCOLS:
         return sock, answer, descriptors
     sock.close()
     for fd in descriptors:
         os.close(fd)
     reason = answer.reason if isinstance(answer, Refused) else "it answered with something else"
+    if isinstance(answer, Welcome):
+        reason = f"it answered in protocol {answer.protocol}, this release speaks {list(PROTOCOLS)}"
     raise ConfigError(f"the stack process at {identity.path} does not serve this engine: {reason}")

@@ -8,7 +8,7 @@ Items to send wait in `out` until the engine's step sends them; `take_in` is giv
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from errno import ESTALE
+from errno import EIO, ESTALE
 from functools import lru_cache
 from itertools import chain, groupby
 from typing import Any
@@ -571,4 +571,7 @@ class EngineCore:
 def _outcome(status: str, reason: str, errno: int) -> BlockOutcome:
     if status == BlockStatus.FAILED:
         return failed(errno)
-    return dropped(DropReason(reason)) if reason else BlockOutcome(BlockStatus(status))
+    try:
+        return dropped(DropReason(reason)) if reason else BlockOutcome(BlockStatus(status))
+    except ValueError:
+        return failed(EIO)  # of a later release

@@ -37,6 +37,8 @@ EVENTS_MAX = 65536
 """Events that are kept until they are taken; the oldest are dropped."""
 LOOKS_NAME = "\0looks"
 """The request of lookups that name none."""
+REFUSALS = {str(each): each for each in HintRefusal}
+"""By name. Those of a later release count as STOPPED."""
 
 
 class StackClient(EngineClient):
@@ -169,7 +171,8 @@ class StackClient(EngineClient):
         refused: dict[HintRefusal, int] = {}
         for answer in answers:
             for reason, count in answer.refused.items():
-                refused[HintRefusal(reason)] = refused.get(HintRefusal(reason), 0) + count
+                known = REFUSALS.get(reason, HintRefusal.STOPPED)
+                refused[known] = refused.get(known, 0) + count
         return HintResult(sum(answer.accepted for answer in answers), refused)
 
     def figures(self) -> bytes:

@@ -17,7 +17,7 @@ from kvtier.service.connected import Engine
 from kvtier.service.crash_file import CrashFile
 from kvtier.service.pool import Pool
 from kvtier.service.session import Session
-from kvtier.service.wire import KEYS_BYTES_MAX, PROTOCOL, Inquiry, InquiryAnswer, Refused
+from kvtier.service.wire import KEYS_BYTES_MAX, PROTOCOLS, Inquiry, InquiryAnswer, Refused
 from kvtier.stack.watching.stats import StackStats, kvtier_version
 
 ANSWER_BYTES_MAX = 256 << 10
@@ -68,7 +68,7 @@ def state_of(pool: Pool | None) -> dict[str, Any]:
     served."""
     ready = pool is not None and pool.is_open and not pool.fault
     engines = 0 if pool is None else sum(session.is_engine for session in pool.sessions.values())
-    return {"release": kvtier_version(), "protocol": PROTOCOL, "ready": ready, "engines": engines}
+    return {"release": kvtier_version(), "protocol": PROTOCOLS[-1], "ready": ready, "engines": engines}
 
 
 def status_of(pool: Pool | None) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from kvtier.service.wire import (
     FROM_ENGINE,
     FROM_WORKER,
     GREETING,
-    PROTOCOL,
+    PROTOCOLS,
     Breach,
     Hello,
     Inquiry,
@@ -330,8 +330,8 @@ class StackServer:
             return fault
         if self.crash is not None and (fault := self.crash.refusal(hello.engine_id)):
             return fault
-        if PROTOCOL not in hello.protocols:
-            return f"this release speaks protocol {PROTOCOL}, the engine {hello.protocols}"
+        if not set(PROTOCOLS).intersection(hello.protocols):
+            return f"this release speaks protocols {list(PROTOCOLS)}, the engine {hello.protocols[:8]}"
         if len(self._engines) >= ENGINES_MAX and hello.token not in self._engines:
             return f"{ENGINES_MAX} engines are served already"
         return ""
@@ -370,7 +370,7 @@ class StackServer:
         geometry = self.pool.geometry
         sent = [] if schedules else list(self.pool.descriptors)
         welcome = Welcome(
-            PROTOCOL,
+            max(set(PROTOCOLS).intersection(hello.protocols)),
             self.incarnation,
             engine.session.number,
             self.pool.num_rows,

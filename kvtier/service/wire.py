@@ -20,6 +20,12 @@ sending of `Reset` on, for the others when `Void` comes. The engine forgets them
 request that had any. They may ask again at once. Rows that are lent stay lent. Fills and loads in flight end, not as
 stored and not as loaded.
 
+Releases. `Hello` names the protocols of its process, `Welcome` the newest of them that the stack process speaks too.
+A release may add to protocol 1 fields at the end of an item, with a default: others ignore them. So may it add reasons
+of outcomes and refusals: unknown ones are failures. All else takes a new number: an item, a state, a kind of hint, a
+name in `info`, another meaning. Manifests and the rows' control area have no numbers for each connection: another one
+shuts engines of other releases out. `tests/service/recorded` has a conversation that each release must be able to have.
+
 Raises `WireError` for bytes that are no message of the type that is expected.
 """
 
@@ -57,7 +63,8 @@ from kvtier.service.questions import Look as Look
 from kvtier.service.questions import Touch as Touch
 from kvtier.types.keys import OffloadKey
 
-PROTOCOL = 1
+PROTOCOLS = (1,)
+"""Those that this release speaks, the newest last."""
 
 # -- an engine to the stack process -----------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from kvtier.errors import ConfigError, ResourceError
 from kvtier.service import server as module
 from kvtier.service import wire
 from kvtier.service.channel import Channel, receive_greeting, send_greeting
-from kvtier.service.wire import GREETING, PROTOCOL, TO_ENGINE, Hello, Refused, Welcome
+from kvtier.service.wire import GREETING, PROTOCOLS, TO_ENGINE, Hello, Refused, Welcome
 from kvtier.tier.contract import LookupResult
 
 SUPPORT = str(Path(__file__).parents[1] / "support")
@@ -57,7 +57,7 @@ def engine_process(path: str, more: str = "") -> Iterator[subprocess.Popen[str]]
 def hello(role: str = "scheduler", token: str = "", pid: int = 0) -> tuple[Hello, int]:
     """A greeting, and the descriptor that goes with it."""
     manifest = NAMESPACE.manifest().encode()
-    item = Hello([PROTOCOL], "", role, 0, "engine", token or secrets.token_hex(8), manifest)
+    item = Hello(list(PROTOCOLS), "", role, 0, "engine", token or secrets.token_hex(8), manifest)
     return item, os.pidfd_open(pid or os.getpid())
 
 
