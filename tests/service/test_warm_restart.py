@@ -8,7 +8,7 @@ import signal
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -16,13 +16,14 @@ import numpy as np
 import pytest
 import torch
 from support_manager import Manager
+from support_served import served
 from support_service import BLOCKS, NAMESPACE, PAGE, TestEngine, block_keys, stack_text, until
 from support_victims import Victims, several_victims, victims
 
 from kvtier.config import open_stack
 from kvtier.service.kept_memory import NAMES, KeptMemory
 from kvtier.service.namespaces import with_first
-from kvtier.service.row_table import RowTable, Worker
+from kvtier.service.row_table import VERSION, RowTable, Worker
 from kvtier.service.service_manager import ServiceManager
 from kvtier.tier.contract import LookupResult
 from kvtier.types.keys import OffloadKey
@@ -139,13 +140,15 @@ def test_a_block_that_is_not_whole_any_more_is_a_miss(folder, tmp_path):
         assert "7 blocks of the process before are found in the rows again, 1 were not" in manager.end(signal.SIGTERM)
 
 
-@pytest.mark.parametrize("change", ["none", "version", "rows", "torn", "not complete"])
+@pytest.mark.parametrize("change", ["none", "older", "newer", "longer", "rows", "torn", "not complete"])
 def test_memory_that_is_not_believed_is_one_line(change, caplog):
     manager, table = ServiceManager({}), RowTable.create(64)
     table.begin([b"d" * DIGEST_BYTES], 3)
     table.add_worker(Worker(7, os.getpid(), 1))
-    if change == "version":
-        table._header["version"] = 0
+    if change in ("older", "newer"):
+        table._header["version"] = VERSION + 1 if change == "newer" else VERSION - 1
+    elif change == "longer":
+        os.ftruncate(table.fd, os.fstat(table.fd).st_size + 4096)
     elif change == "rows":
         table._header["num_rows"] = 6500
     elif change == "torn":
@@ -164,6 +167,28 @@ def test_memory_that_is_not_believed_is_one_line(change, caplog):
     for fd in given:
         with pytest.raises(OSError):
             os.fstat(fd)
+
+
+@pytest.mark.parametrize("later", [0, 1])
+def test_rows_under_a_table_of_another_release_are_cold_with_one_line(tmp_path, caplog, later):
+    kept: dict[str, int] = {}
+
+    class Keeper(ServiceManager):
+        def keep(self, descriptors: Mapping[str, int]) -> None:
+            kept.update({name: os.dup(fd) for name, fd in descriptors.items()})
+
+    with served(tmp_path, kept=KeptMemory(Keeper({}))) as found, TestEngine(found.path) as engine:
+        assert engine.store(range(8)) == ["stored"] * 8
+    table, manager = RowTable.read(kept[NAMES[2]]), Keeper({})
+    table._header["version"] += later
+    manager.stored = dict(kept)
+    with served(tmp_path, kept=KeptMemory(manager)) as found, TestEngine(found.path) as engine:
+        engine.step_until(lambda: found.server.pool._verifying is None, "rows are verified")
+        assert engine.look(range(8)) == [MISS if later else HIT] * 8
+        assert engine.store(range(8, 16)) == ["stored"] * 8
+        assert engine.load(range(8, 16)) == ["hit"] * 8
+    line = "rows of the process before are not used: the row table is of another format, or of other rows"
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [line] * later
 
 
 def test_an_opening_that_fails_leaves_the_rows_to_the_next_one():

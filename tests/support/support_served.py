@@ -12,6 +12,7 @@ from support_service import SECONDS, stack_text
 from kvtier.aio.loop_thread import LoopThread
 from kvtier.config import parse_stack, stack_parts
 from kvtier.control.tiers.slot_table import SlotState
+from kvtier.service.kept_memory import KeptMemory
 from kvtier.service.server import StackServer
 
 T = TypeVar("T")
@@ -20,11 +21,11 @@ T = TypeVar("T")
 class Served:
     """The server, and what its rows are doing."""
 
-    def __init__(self, folder: Path, stack: str = "") -> None:
+    def __init__(self, folder: Path, stack: str = "", kept: KeptMemory | None = None) -> None:
         config = parse_stack(stack or stack_text())
         self.path = str(folder / "socket")
         self.thread = LoopThread("test-service", "service")
-        self.server = StackServer(lambda namespace: stack_parts(config, namespace), self.path)
+        self.server = StackServer(lambda namespace: stack_parts(config, namespace), self.path, kept=kept)
 
     def run(self, call: Callable[[], T]) -> T:
         """The result of a call in the server's loop."""
@@ -56,9 +57,9 @@ class Served:
 
 
 @contextmanager
-def served(folder: Path, stack: str = "") -> Iterator[Served]:
+def served(folder: Path, stack: str = "", kept: KeptMemory | None = None) -> Iterator[Served]:
     """A server that listens."""
-    found = Served(folder, stack)
+    found = Served(folder, stack, kept)
     found.thread.open()
     try:
         found.thread.run(found.server.__aenter__, SECONDS)
