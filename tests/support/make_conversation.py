@@ -212,7 +212,7 @@ class RecordedLife:
         client, request = self._client, self._client.core.request("d")
         client.reset(SECONDS)
         self._found(request, range(4))
-        client._worker._thread.loop.call_soon_threadsafe(client._worker._connection.on_load)
+        client._worker._thread.run(client._worker._connection.on_load, SECONDS)
         self._until(lambda: client.core.loaded_weights)
         client.reset(SECONDS)
         client.core.say(wire.HoldBack("other weights"))
