@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import Phase, settings
+from support_counts import some
 
 from kvtier.testing import MemoryOptions, MemoryStorage, MemoryTier, SharedMemoryTier
 from kvtier.testing.conformance import LoadStoreTests
@@ -149,7 +150,7 @@ LIES = {
 }
 
 
-@pytest.mark.parametrize("lie", LIES, ids=named)
+@pytest.mark.parametrize("lie", some(LIES, 5), ids=named)
 def test_the_suite_notices_a_tier_that(lie, tmp_path):
     class Suite(Stored, LoadStoreTests):
         survives_reopen = True

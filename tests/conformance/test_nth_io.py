@@ -71,8 +71,8 @@ SIZES = [pytest.param(SMALL, id="small"), pytest.param(LARGE, id="large", marks=
 @pytest.mark.parametrize("layout", ["slab", "files"])
 @pytest.mark.parametrize("name", some_long(FAULTS, "EAGAIN", "ECANCELED"))
 def test_the_nth_io_fails(tmp_path, layout, name, size, dial):
-    """In a quick run each request is struck by one or two of the faults."""
-    fault, loaded, step = FAULTS[name], {}, dial(1, 4)
+    """In a quick run each request is struck by one of the faults."""
+    fault, loaded, step = FAULTS[name], {}, dial(1, 6)
     for number in itertools.count(1 + list(FAULTS).index(name) % step, step):
         struck = []
         plan = nth(number, fault)

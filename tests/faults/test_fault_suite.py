@@ -32,7 +32,7 @@ LONG_ALONE = (
 FULL_ALONE = (
     *("valkey cluster behind a proxy", "valkey over a bad network", "valkey full", "fork over valkey"),
     *("no inodes", "XFS with reflinks", "frozen neighbour in a stack", "bounds of answers"),
-    *("silent name server", "the remote harness itself"),
+    *("silent name server", "the remote harness itself", "valkey cluster", "btrfs", "frozen neighbour"),
 )
 """Attacks close to another one of the test run: its count is theirs in full runs."""
 QUICK = {

@@ -39,7 +39,7 @@ def hit_rate(policy: str, num_blocks: int, requests: list[TimedRequest]) -> floa
         pytest.param("skewed_keys", COUNT, (500, 4000, 8000), marks=full_alone()),
         ("classes_swap", COUNT, (500, 4000)),
         ("never_again", COUNT, (500,)),
-        ("floods", COUNT, (500, 4000)),
+        pytest.param("floods", COUNT, (500, 4000), marks=full_alone()),
         pytest.param("scans", COUNT, (500, 4000), marks=full_alone()),
         ("single_blocks", COUNT, (200, 500)),
         ("pauses", COUNT, (500, 4000)),

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from support_counts import fully
 from support_valkey import Server, valkey_server
 
 from faults.machine import warm
@@ -57,6 +58,7 @@ def test_what_one_host_stored_others_hit_and_every_byte_is_right(tmp_path: Path)
         assert host["blocks"]["computed"] < first["blocks"]["computed"] / 2
 
 
+@fully
 def test_hosts_without_a_server_in_common_share_nothing(tmp_path: Path) -> None:
     """So the hits of the other test come from the server."""
     with valkey_server() as one, valkey_server() as other:

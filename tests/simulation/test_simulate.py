@@ -10,11 +10,13 @@ from collections import Counter
 
 import pytest
 from click.testing import CliRunner
+from support_counts import fully
 
 from simulator.command import simulate
 from simulator.seed_run import Simulator, run_seed
 
 
+@fully
 def test_a_seed_is_the_same_under_any_hash_seed():
     code = (
         "from simulator.seed_run import run_seed; "

@@ -163,6 +163,7 @@ def test_hosts_of_two_releases_find_no_other_weights_in_any_order(earlier, serve
     run(seed, 80, [earlier, ROOT, earlier, ROOT], server, tmp_path)
 
 
+@fully
 def test_stores_of_the_release_before_hit_as_before(earlier, server, tmp_path):
     """A server, a shared folder and a disk that it wrote."""
     server.client.flushall()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import pytest
 from hypothesis import settings
 
-QUICK_PART = 4
+QUICK_PART = 6
+"""A quick run has a sixth of the examples."""
 Test = TypeVar("Test")
 _chosen = {"full": False}
 
@@ -35,13 +36,18 @@ def fully(test: Test) -> Test:
     return test
 
 
+def some(cases: Iterable[Any], quick: int) -> list[Any]:
+    """Cases as parameters of a test, those after the first `quick` in a full run alone."""
+    return [pytest.param(case, marks=full_alone() if at >= quick else ()) for at, case in enumerate(cases)]
+
+
 def seeds(full: int, quick: int) -> list[Any]:
-    """Seeds from 0 on as parameters of a test, those after the first `quick` in a full run alone."""
-    return [pytest.param(seed, marks=full_alone() if seed >= quick else ()) for seed in range(full)]
+    """Seeds from 0 on as parameters of a test, as in `some`."""
+    return some(range(full), quick)
 
 
 def examples(full: int, **more: Any) -> Callable[[Test], Test]:
-    """Hypothesis settings of a test with `full` examples, a quarter of them in a quick run, and the marker `full`."""
+    """Hypothesis settings of a test with `full` examples, a sixth of them in a quick run, and the marker `full`."""
     limits = limits_of(full, **more)
     return lambda test: pytest.mark.full(limits(test))
 

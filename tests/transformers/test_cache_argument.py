@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support_counts import some
 from support_transformers import forward, gemma, llama, needs_transformers, new_cache, prompt, same_bytes, stack
 
 from kvtier.engines.transformers import AsyncPrefixCache, cache_argument
@@ -49,7 +50,7 @@ def wrapped(model: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("make", [llama, gemma])
+@pytest.mark.parametrize("make", some([llama, gemma], 1))
 @pytest.mark.parametrize("code", [lambda model: model, of_old_code, of_new_code, wrapped])
 async def test_a_model_is_run_by_the_name_that_it_takes(make: Callable[[], Any], code: Callable[[Any], Any]) -> None:
     tokens, expected = prompt(48), new_cache()

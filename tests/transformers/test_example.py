@@ -47,6 +47,7 @@ def test_the_example_shows_a_table_and_finds_the_logits_identical(
     assert not list(tmp_path.iterdir())
 
 
+@fully
 def test_the_example_fails_when_a_bit_of_what_comes_back_is_wrong(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

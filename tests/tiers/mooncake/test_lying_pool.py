@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support_counts import some
 from support_lies import ZEROS, trickled
 from support_lying_http import Answer, chunked, raw_server, reply
 from support_lying_mooncake import LIES, install
@@ -48,7 +49,7 @@ def master() -> Iterator[str]:
         yield address
 
 
-@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize("lie", some(LIES, 3))
 async def test_a_marker_that_lies_ends_an_opening_in_its_time(master, tmp_path, monkeypatch, lie):
     """Claims in a circle, claims without an end, quick or slow; answers of other types, numbers and sizes."""
     install(tmp_path, lie, monkeypatch)

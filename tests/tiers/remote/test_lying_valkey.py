@@ -9,6 +9,7 @@ from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
+from support_counts import some
 from support_lies import BLOCK_LIES, ENDLESS_VALKEY_LIES, INFO_LIES, ONE_SLOT, SLOTS_HUGE, cluster_lies
 from support_lying_life import LIFE_SECONDS, MEMORY_BYTES, life_over
 from support_lying_valkey import Command, LyingValkey, bulk, lying_valkey
@@ -45,7 +46,7 @@ async def test_what_a_server_says_of_itself_or_of_a_marker_raises_typed_errors_o
     assert liar.asked
 
 
-@pytest.mark.parametrize("lie", BLOCK_LIES)
+@pytest.mark.parametrize("lie", some(BLOCK_LIES, 8))
 async def test_what_a_server_says_of_blocks_is_an_outcome_and_no_defect(server, liar, tmp_path, lie):
     liar.lie = BLOCK_LIES[lie]
     async with blocks(server, liar).opened(tmp_path) as driver:
