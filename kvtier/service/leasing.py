@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from kvtier.control.tiers.owned_tier import OwnedTier
 from kvtier.service import wire
@@ -49,6 +49,10 @@ class Leasing:
     def held(self) -> int:
         """Rows that the engine holds: leased, lent, in copies, or on their way for its reservations."""
         return self.leased + self.reserving + self._copies.held
+
+    def leased_rows(self) -> Iterator[int]:
+        """The rows that are leased to requests, those of the latest request first."""
+        return (row for leases in reversed(self.leases.values()) for row in leases.rows.values())
 
     @property
     def _cpu(self) -> OwnedTier:

@@ -23,6 +23,7 @@ from kvtier.service.manifests import read_namespace
 from kvtier.service.namespaces import KeySpace, Namespaces
 from kvtier.service.quotas import Quotas
 from kvtier.service.requests import EngineRequests
+from kvtier.service.row_audit import RowAudit, audit_rows
 from kvtier.service.session import Session
 from kvtier.service.session_copies import FillEnds, SessionCopies
 from kvtier.service.wire import Breach, Hello, WireError
@@ -74,6 +75,8 @@ class Pool(TierStack):
         self._named = named
         self._kept = kept
         self._verifying: asyncio.Task[None] | None = None
+        self._audit: RowAudit | None = None
+        self._auditing: asyncio.Task[None] | None = None
         self._namespaces = Namespaces()
         self._naming: asyncio.Future[Namespace] | None = None
         self._joins: set[asyncio.Task[None]] = set()
@@ -99,14 +102,32 @@ class Pool(TierStack):
         self.quotas = Quotas(self.num_rows)
         self._set_events()
 
+    def begin_audit(self) -> None:
+        """Compare rows with their checksums from now on."""
+        self._audit = RowAudit(self.plane, self.geometry)
+        auditing = audit_rows(self._audit, self._rows, self._leased_rows, self._audit_step)
+        self._auditing = self._loop.create_task(auditing, name="kvtier audit rows")
+        self._auditing.add_done_callback(self._on_background_end)
+
+    def _leased_rows(self) -> Iterator[int]:
+        return (row for each in self.sessions.values() for row in each.leasing.leased_rows())
+
+    @guard_step
+    def _audit_step(self, step: Callable[[], list[int]]) -> None:
+        for number in step():
+            if (session := self.sessions.get(number)) is not None and not session.shut:
+                session.shut_out("rows that it filled were changed afterwards")
+                _log.error("engine %d is served no more: rows that it filled were changed afterwards", number)
+        self._carry_out()
+
     def _has_leases(self) -> bool:
         """True if rows will come back that nothing here may take."""
         return self._verifying is not None or any(each.will_return_rows for each in self.sessions.values())
 
     async def close(self) -> None:
         """Close, as a stack. Nothing joins any more."""
-        if self._verifying is not None:
-            self._verifying.cancel()
+        for background in filter(None, (self._verifying, self._auditing)):
+            background.cancel()
         for task in tuple(self._joins):
             task.cancel()
         if self._wakes is not None:
@@ -296,7 +317,7 @@ class Pool(TierStack):
             return
         if parts := kept.join(self.plane, self._namespaces.first, self._namespaces.prefixes):
             self._verifying = self._loop.create_task(self._verify(parts), name="kvtier verify rows")
-            self._verifying.add_done_callback(self._on_all_verified)
+            self._verifying.add_done_callback(self._on_background_end)
 
     async def _verify(self, parts: Sequence[tuple[GroupIndex, list[int]]]) -> None:
         found = lost = 0
@@ -312,8 +333,9 @@ class Pool(TierStack):
         end_adoption(self.plane, rows, intact, self._clock())
         self._carry_out()
 
-    def _on_all_verified(self, task: asyncio.Task[None]) -> None:
-        self._verifying = None
+    def _on_background_end(self, task: asyncio.Task[None]) -> None:
+        if task is self._verifying:
+            self._verifying = None
         if self.is_open and not task.cancelled() and (error := task.exception()) is not None:
             self.on_defect(error)
 
@@ -357,8 +379,10 @@ class Pool(TierStack):
         self._fills[JobId(self._last_fill)] = session
         return JobId(self._last_fill)
 
-    def end_fill(self, copy: Copy) -> None:
+    def end_fill(self, session: Session, copy: Copy) -> None:
         """All workers have reported a fill."""
+        if self._audit is not None:
+            self._audit.on_filled(copy.rows, session.number)
         self._ends.end(list(zip(copy.rows, copy.generations, strict=True)), copy.errors)
 
     @guard_step

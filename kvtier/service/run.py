@@ -67,6 +67,7 @@ async def _serve(config: StackConfig, path: str, private: PrivateLife | None, wa
             asyncio.get_running_loop().set_exception_handler(partial(_on_exception, crash))
             ClosingSignals(asyncio.get_running_loop(), server.close).install((signal.SIGTERM, signal.SIGINT))
             _log.info("the stack is served at %s", path)
+            server.audits_rows = private is None
             if manager is not None:
                 manager.notify("READY=1")
                 await manager.watch()

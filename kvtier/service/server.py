@@ -89,6 +89,7 @@ class StackServer:
         self.incarnation = secrets.token_hex(8)
         self.crash: CrashFile | None = None
         self.ends_with_engines = False
+        self.audits_rows = False
         self._access = access or UserAccess()
         self._parts = parts
         self._path = path
@@ -350,6 +351,8 @@ class StackServer:
                     if self.crash is not None:
                         pool.on_defect = self.crash.exit
                     await pool.open()
+                    if self.audits_rows:
+                        pool.begin_audit()
                     self._pool, self._layout = pool, namespace.layout
             except (ConfigError, ResourceError, GeometryError, WireError) as error:
                 return opening_fault(error)

@@ -48,7 +48,7 @@ class SessionHost(PoolState, Protocol):
     def next_job(self, session: Session) -> JobId:
         """The number of a new fill of a session, whose `on_fill_end` is called."""
 
-    def end_fill(self, copy: Copy) -> None:
+    def end_fill(self, session: Session, copy: Copy) -> None:
         """All workers have reported a fill."""
 
     def join(self, session: Session, manifest: bytes) -> None:
@@ -96,7 +96,7 @@ class Session:
         self._requests = requests
         self._items: list[Item] = []
         self._questions: list[Item] = []
-        self.copying = Copying(host, self._items, host.end_fill, self.counts)
+        self.copying = Copying(host, self._items, partial(host.end_fill, self), self.counts)
         self.leasing = Leasing(number, host, self._items, self.copying)
         self._workers = host.geometry.world_size
         self._notes: dict[int, str] = {}

@@ -1,0 +1,113 @@
+"""Rows of a service, compared with their checksums in the background: any engine there can write into any of them.
+
+So can a broken memory chip. A row that was changed after it was stored is dropped and counts as corrupt; an engine that
+filled several of these is shut out, because a copy that goes on after its report is the usual cause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import chain, islice
+from typing import NamedTuple
+
+import numpy as np
+
+from kvtier.control.plane.control_plane import ControlPlane
+from kvtier.control.tiers.slot_table import READY
+from kvtier.service.kept_memory import intact_rows
+from kvtier.tier.contract import Rows
+from kvtier.types.geometry import Geometry
+from kvtier.types.jobs import CORRUPT
+from kvtier.types.keys import key_group
+
+PAUSE_SECONDS = 1.0
+BYTES_AT_ONCE = 32 << 20
+"""Bytes between two pauses, so that it takes about a hundredth of a processor."""
+LEASED_AT_ONCE = 64
+"""Leased rows among them, which come first."""
+SCANNED_AT_ONCE = 1 << 16
+CHANGED_MAX = 3
+"""Changed rows of an engine that shut it out."""
+
+
+Step = Callable[[Callable[[], list[int]]], None]
+"""Carries a call out as a step of the pool, and serves no more the sessions that it returns."""
+
+
+class AuditedRow(NamedTuple):
+    """A row, the generation of its fill and the bytes of its block."""
+
+    row: int
+    generation: int
+    nbytes: int
+
+
+class RowAudit:
+    """The rows of a pool in turn, leased ones first. `fillers`: the session that filled each row."""
+
+    def __init__(self, plane: ControlPlane, geometry: Geometry) -> None:
+        self.changed = Counter[int]()
+        self._control = plane.control
+        self._dirty = plane.demotions.dirty
+        self._geometry = geometry
+        self._fillers = np.zeros(len(plane.control.cpu.table), np.int64)
+        self._at = 0
+
+    def on_filled(self, rows: list[int], session: int) -> None:
+        """An engine has filled these rows."""
+        self._fillers[rows] = session
+
+    def take(self, leased: Iterable[int]) -> list[AuditedRow]:
+        """The rows that are next, which are pinned until `end`."""
+        table, taken, size = self._control.cpu.table, dict[int, AuditedRow](), 0
+        for row in chain(islice(leased, LEASED_AT_ONCE), self._next_rows()):
+            key = table.keys[row]
+            if table.state[row] != READY or key is None or row in taken:
+                continue
+            taken[row] = AuditedRow(row, table.generation[row], self._geometry.aligned_bytes(key_group(key)))
+            size += taken[row].nbytes
+            if size >= BYTES_AT_ONCE:
+                break
+        self._control.cpu.pin(list(taken))
+        return list(taken.values())
+
+    def _next_rows(self) -> Iterator[int]:
+        num_rows = len(self._fillers)
+        for _ in range(min(num_rows, SCANNED_AT_ONCE)):
+            self._at = (self._at + 1) % num_rows
+            yield self._at
+
+    def end(self, taken: Iterable[AuditedRow], intact: Iterable[bool]) -> list[int]:
+        """Drop rows that are not intact. Returns the sessions that have filled too many of these."""
+        control = self._control
+        for audited, ok in zip(taken, intact, strict=True):
+            control.cpu.unpin((audited.row,))
+            if ok or not control.cpu.has(audited.row, audited.generation):
+                continue
+            self._dirty.clean((audited.row,))
+            control.cpu.discard(audited.row, audited.generation)
+            control.cpu_counters.count(CORRUPT)
+            self.changed[int(self._fillers[audited.row])] += 1
+        return [session for session, count in self.changed.items() if session and count >= CHANGED_MAX]
+
+
+async def audit_rows(audit: RowAudit, rows: Rows, leased: Callable[[], Iterable[int]], step: Step) -> None:
+    """Take rows and end them in steps of a pool, until cancelled. `leased` gives the rows of its leases."""
+    taken: list[AuditedRow] = []
+
+    def take() -> list[int]:
+        taken[:] = audit.take(leased())
+        return []
+
+    while True:
+        await asyncio.sleep(PAUSE_SECONDS)
+        step(take)
+        intact = await asyncio.to_thread(_intact, rows, taken)
+        step(partial(audit.end, taken, intact))
+
+
+def _intact(rows: Rows, taken: Iterable[AuditedRow]) -> list[bool]:
+    return [intact_rows(rows, (each.row,), each.nbytes)[0] for each in taken]

@@ -1,0 +1,94 @@
+"""A service compares rows with their checksums in the background, and shuts an engine out whose rows change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support_served import Served, served
+from support_service import PAGE, TestEngine, block_keys, stack_text, until
+
+from kvtier.control.tiers.slot_table import READY
+from kvtier.service import row_audit
+from kvtier.tier.contract import LookupResult
+from kvtier.types.jobs import JobKind
+
+HIT, MISS = LookupResult.HIT, LookupResult.MISS
+
+
+@pytest.fixture
+def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+    monkeypatch.setattr(row_audit, "PAUSE_SECONDS", 0.01)
+    with served(tmp_path, stack_text(256)) as found:
+        found.server.audits_rows = True
+        yield found
+
+
+def scribble(service: Served, numbers: range) -> None:
+    """Change a byte of the rows of these blocks, as a copy does that goes on after its report."""
+
+    def write() -> None:
+        pool = service.server.pool
+        space = next(session.space for session in pool.sessions.values() if session.space is not None)
+        for key in space.to_pool(block_keys(len(numbers), numbers.start)):
+            pool._rows.view[pool.plane.control.cpu.directory[key], PAGE // 2] ^= 1
+
+    service.run(write)
+
+
+def corrupt(service: Served) -> int:
+    return service.server.stats().tiers["cpu"].corrupt
+
+
+def test_changed_rows_are_dropped_and_who_filled_three_is_shut_out(service: Served) -> None:
+    with TestEngine(service.path, "bad") as bad, TestEngine(service.path, "good") as good:
+        assert bad.store(range(16)) == ["stored"] * 16
+        assert good.store(range(32, 40)) == ["stored"] * 8
+        scribble(service, range(2))
+        until(lambda: corrupt(service) == 2, "they are found")
+        assert good.look(range(4)) == bad.look(range(4)) == [MISS, MISS, HIT, HIT]
+        scribble(service, range(2, 3))
+        until(lambda: corrupt(service) == 3, "it is found")
+        assert bad.look(range(4)) == [MISS] * 4
+        assert good.look(range(4)) == [MISS] * 3 + [HIT]
+        assert good.load(range(3, 16)) == ["hit"] * 13, "what it has filled otherwise is right"
+        assert set(bad.transfer(JobKind.STORE, range(40, 42))) == {"dropped"}
+    until(service.rests, "every row comes back")
+
+
+def test_all_rows_have_their_turn_and_none_stays_pinned(service: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_audit, "BYTES_AT_ONCE", 3 * PAGE)
+    seen: set[int] = set()
+    take = row_audit.RowAudit.take
+
+    def taken(audit: row_audit.RowAudit, leased: Iterator[int]) -> list[row_audit.AuditedRow]:
+        found = take(audit, leased)
+        assert len(found) <= 3
+        seen.update(each.row for each in found)
+        return found
+
+    monkeypatch.setattr(row_audit.RowAudit, "take", taken)
+    with TestEngine(service.path) as engine:
+        engine.store(range(64))
+        table = service.server.pool.plane.control.cpu.table
+        ready = service.run(lambda: [row for row, state in enumerate(table.state) if state == READY])
+        assert len(ready) == 64
+        until(lambda: seen >= set(ready), "each was compared")
+        engine.store(range(64, 128))
+        assert engine.load(range(32, 96)) == ["hit"] * 64
+        assert corrupt(service) == 0
+    until(service.rests, "every row comes back")
+
+
+def test_a_changed_row_that_is_leased_stays_until_its_lease_ends(service: Served) -> None:
+    with TestEngine(service.path) as engine:
+        engine.store(range(8))
+        request = engine.reserve(range(8), "r")
+        scribble(service, range(1))
+        until(lambda: corrupt(service) == 1, "it is found")
+        assert service.rows()["QUARANTINED"] == 1
+        request.end()
+        engine.step()
+        until(lambda: "QUARANTINED" not in service.rows(), "it is free")
+        assert engine.look(range(2)) == [MISS, HIT]
