@@ -47,7 +47,19 @@ LONG_SECONDS = 24 * 3600
 """The time limit of a long run; those of the fault suite have closer ones of their own."""
 
 
+def begin_elsewhere(config: pytest.Config) -> None:
+    """Have each process of a whole run begin to collect with another folder: what one has compiled the others find."""
+    worker = getattr(config, "workerinput", None)
+    if worker is None or config.args != config.getini("testpaths"):
+        return
+    tests = config.rootpath / "tests"
+    folders = sorted({str(tests / path.relative_to(tests).parts[0]) for path in tests.glob("**/test_*.py")})
+    first = len(folders) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
+    config.args = folders[first:] + folders[:first]
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    begin_elsewhere(config)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # A shell starts background jobs with SIGINT ignored, and processes inherit that: tests
         # of Ctrl-C would wait without end.
@@ -92,6 +104,7 @@ def pytest_runtest_protocol() -> Generator[None, object, object]:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path)  # wherever this process began
     for item in items:
         if "dial" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.full)
