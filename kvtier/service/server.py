@@ -1,20 +1,15 @@
-"""The connections of a stack process: a listening socket, greetings, and items between channels and the pool."""
+"""The connections of a stack process: greetings, and items between channels and the pool."""
 
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import os
 import secrets
-import signal
 import socket
-import struct
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 from kvtier.aio.shielded_wait import shielded_wait
@@ -28,6 +23,7 @@ from kvtier.service.engine_totals import EngineTotals
 from kvtier.service.former_workers import FormerWorkers, worker_of
 from kvtier.service.inquiries import ANSWER_BYTES_MAX, Asked, answers_to
 from kvtier.service.kept_memory import KeptMemory
+from kvtier.service.listener import Listener, peer_of, pidfd_fault, readable
 from kvtier.service.manifests import read_namespace
 from kvtier.service.pool import Pool, opening_fault, with_shared_rows
 from kvtier.service.row_table import Worker
@@ -45,7 +41,6 @@ from kvtier.service.wire import (
 )
 from kvtier.stack.assembly import StackParts
 from kvtier.stack.shutdown import CloseReport
-from kvtier.stack.watching.socket_file import SocketFile
 from kvtier.stack.watching.stats import StackStats
 from kvtier.types.geometry import KVLayout
 from kvtier.types.namespace import Namespace
@@ -55,16 +50,9 @@ OUTBOX_BYTES_MAX = 1 << 20
 MESSAGES_AT_ONCE = 8
 """Messages of a connection that are read in one turn of the loop."""
 GREETING_SECONDS = 5.0
-CONNECTIONS_MAX = 1024
-"""Connections, those that greet and processes that may still copy. More are closed unread."""
 ENGINES_MAX = 64
-GREETINGS_PER_SECOND = 4.0
-"""Greetings that are read, on average; at once `CONNECTIONS_MAX`."""
-REST_SECONDS = 1.0
-"""How long no connection is accepted after the process had no descriptor for one."""
 GOODBYE_SECONDS = 10.0
 """How long a scheduler is connected after a worker of its engine has left."""
-_ACCEPTED_AT_ONCE = 8
 
 _log = logging.getLogger(__name__)
 
@@ -90,24 +78,18 @@ class StackServer:
         self.crash: CrashFile | None = None
         self.ends_with_engines = False
         self.audits_rows = False
-        self._access = access or UserAccess()
         self._parts = parts
-        self._path = path
         self._kept = kept
         self._former: FormerWorkers | None = None
         self._workers: dict[int, Worker] = {}
         self._patience_seconds = patience_seconds
+        self._changed = asyncio.Event()
+        self._listener = Listener(path, access or UserAccess(), self._greet, self._num_watched, self._changed.set)
         self._pool: Pool | None = None
         self._layout: KVLayout | None = None
         self._opening = asyncio.Lock()
         self._engines: dict[str, Engine] = {}
         self._totals = EngineTotals()
-        self._greeting: set[asyncio.Task[None]] = set()
-        self._greetings_left = float(CONNECTIONS_MAX)
-        self._greeted_at = 0.0
-        self._changed = asyncio.Event()
-        self._file: SocketFile | None = None
-        self._resting: asyncio.TimerHandle | None = None
         self._closing: asyncio.Task[None] | None = None
 
     def stats(self) -> StackStats:
@@ -135,7 +117,7 @@ class StackServer:
     @property
     def _has_connections(self) -> bool:
         """True while an engine is connected that does not leave, or may be soon."""
-        return bool(self._greeting) or any(each.peers and not each.leaves for each in self._engines.values())
+        return self._listener.is_greeting or any(each.peers and not each.leaves for each in self._engines.values())
 
     def _let_go(self, make_left: Callable[[int], wire.Left]) -> None:
         """Answer the engines that leave."""
@@ -146,11 +128,10 @@ class StackServer:
 
     def withdraw_if_idle(self) -> bool:
         """Let no process connect any more, unless one is connected or about to be."""
-        self._accept()
-        if self._has_connections or self._file is None:
+        self._listener.accept()
+        if self._has_connections:
             return False
-        self._stop_accepting()
-        self._file.withdraw()
+        self._listener.withdraw()
         return True
 
     async def __aenter__(self) -> StackServer:
@@ -170,13 +151,7 @@ class StackServer:
     def open(self) -> None:
         """Listen. Raises ResourceError if the path is not free, ConfigError if its group cannot be set."""
         self._loop = asyncio.get_running_loop()
-        self._file = SocketFile.claim(self._path, socket.SOCK_SEQPACKET, self._patience_seconds)
-        try:
-            self._access.share(self._path)
-        except ConfigError:
-            self._file.release()
-            raise
-        self._loop.add_reader(self._file.fd, self._accept)
+        self._listener.open(self._patience_seconds)
         if self._kept is not None:
             self._former = FormerWorkers(self._kept.former, self._on_former_gone)
 
@@ -196,15 +171,13 @@ class StackServer:
         await shielded_wait(self._closing)
 
     async def _close(self) -> None:
-        if self._file is None:
+        if not self._listener.is_open:
             return
-        self._stop_accepting()
-        self._file.withdraw()
+        self._listener.withdraw()
         if self._former is not None:
             self._former.close()
         try:
-            for task in tuple(self._greeting):
-                task.cancel()
+            self._listener.end_greetings()
             for engine in self._engines.values():
                 if engine.scheduler is not None:
                     engine.scheduler.channel.send([wire.Closing("the stack process ends")])
@@ -217,7 +190,7 @@ class StackServer:
         finally:
             if self.crash is not None:
                 self.crash.close()
-            self._file.release()
+            self._listener.release()
 
     def _forget(self, engine: Engine) -> None:
         """Close what an engine's processes are connected by."""
@@ -229,60 +202,9 @@ class StackServer:
 
     # -- greetings -----------------------------------------------------------------------------------------------
 
-    def _accept(self) -> None:
-        """Take in those that wait, some in one turn of the loop."""
-        assert self._file is not None
-        try:
-            for _ in range(_ACCEPTED_AT_ONCE):
-                self._begin_greeting(self._file.accept())
-        except (BlockingIOError, ConnectionError):
-            return
-        except OSError as error:  # such as no descriptor: what waits would call this at once again
-            _log.warning("the socket %s rests for %g s: %s", self._path, REST_SECONDS, error)
-            self._stop_accepting()
-            self._resting = self._loop.call_later(REST_SECONDS, self._accept_again)
-
-    def _accept_again(self) -> None:
-        assert self._file is not None
-        self._loop.add_reader(self._file.fd, self._accept)
-
-    def _stop_accepting(self) -> None:
-        if self._resting is not None:
-            self._resting.cancel()
-        if self._file is not None and self._file.fd >= 0:
-            self._loop.remove_reader(self._file.fd)
-
-    def _begin_greeting(self, sock: socket.socket) -> None:
-        if not self._has_room():
-            sock.close()
-            return
-        sock.setblocking(False)
-        task = asyncio.ensure_future(self._greet(sock))
-        self._greeting.add(task)
-        task.add_done_callback(self._on_greeted)
-        self._changed.set()
-
-    def _has_room(self) -> bool:
-        """True if one connection more may greet: a process that connects again and again costs others little."""
-        now = self._loop.time()
-        earned = (now - self._greeted_at) * GREETINGS_PER_SECOND
-        self._greetings_left = min(float(CONNECTIONS_MAX), self._greetings_left + earned)
-        self._greeted_at = now
-        if self._greetings_left < 1 or len(self._greeting) + self._num_watched >= CONNECTIONS_MAX:
-            return False
-        self._greetings_left -= 1
-        return True
-
-    @property
     def _num_watched(self) -> int:
         """Processes that are connected, or may still copy."""
         return sum(len(engine.pidfds) for engine in self._engines.values())
-
-    def _on_greeted(self, task: asyncio.Task[None]) -> None:
-        self._greeting.discard(task)
-        self._changed.set()
-        if not task.cancelled():
-            task.result()  # what it raises is a defect
 
     async def _greet(self, sock: socket.socket) -> None:
         """Take in a process, or refuse it with one line."""
@@ -290,7 +212,7 @@ class StackServer:
             undo.callback(sock.close)
             try:
                 async with asyncio.timeout(GREETING_SECONDS):
-                    await _readable(sock)
+                    await readable(sock)
                 hello, descriptors = receive_greeting(sock, GREETING)
             except (OSError, KVTierError) as error:
                 if not isinstance(error, ConnectionResetError):  # one that only looked whether a process listens
@@ -312,7 +234,7 @@ class StackServer:
 
     async def _answer(self, sock: socket.socket, inquiry: Inquiry) -> None:
         """Answer an operator. Another user gets none."""
-        if _peer_of(sock)[1] != os.geteuid():
+        if peer_of(sock)[1] != os.geteuid():
             return
         asked = Asked(self._pool, list(self._engines.values()), self.stats, self.crash)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, ANSWER_BYTES_MAX)
@@ -322,12 +244,12 @@ class StackServer:
 
     def _fault(self, sock: socket.socket, hello: object, descriptors: list[int]) -> str:
         """Why a process is not served; empty if it is."""
-        pid, uid = _peer_of(sock)
-        if fault := self._access.fault(uid):
+        pid, uid = peer_of(sock)
+        if fault := self._listener.access.fault(uid):
             return fault
         if not isinstance(hello, Hello) or len(descriptors) != 1:
             return "a greeting is a Hello and a pidfd"
-        if fault := _pidfd_fault(descriptors[0], pid):
+        if fault := pidfd_fault(descriptors[0], pid):
             return fault
         if self.crash is not None and (fault := self.crash.refusal(hello.engine_id)):
             return fault
@@ -391,7 +313,7 @@ class StackServer:
         channel = Channel(sock, FROM_ENGINE if schedules else FROM_WORKER, OUTBOX_BYTES_MAX)
         peer = Peer(channel, engine, None if schedules else hello.participant, pidfd)
         if self._kept is not None and not schedules:
-            self._workers[pidfd] = worker_of(hello.token, hello.participant, _peer_of(sock)[0])
+            self._workers[pidfd] = worker_of(hello.token, hello.participant, peer_of(sock)[0])
             self._kept.begin_worker(self._workers[pidfd])
         engine.peers.add(peer)
         engine.pidfds.add(pidfd)
@@ -561,39 +483,3 @@ class StackServer:
         if self.pool.is_open:
             for session in (*engine.earlier, engine.session):
                 self.pool.end_session(session, exited=True)
-
-
-def _peer_of(sock: socket.socket) -> tuple[int, int]:
-    """(process, user) at the other end; process 0 is in another PID namespace."""
-    pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    return pid, uid
-
-
-def _pidfd_fault(fd: int, pid: int) -> str:
-    """A descriptor that shows the exit of no process, or of another one, would give rows away that are copied into."""
-    try:
-        signal.pidfd_send_signal(fd, 0)
-    except OSError as error:
-        if error.errno in (errno.EBADF, errno.ESRCH):
-            return "its descriptor is no pidfd of a process that runs"  # EINVAL, EPERM: it is in another namespace
-    with suppress(OSError):
-        for line in Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines():
-            name, _, value = line.partition(":")
-            if name == "Pid" and pid > 0 and 0 < int(value) != pid:
-                return "its pidfd is that of another process"
-    return ""
-
-
-def _set(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
-
-
-async def _readable(sock: socket.socket) -> None:
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[None] = loop.create_future()
-    loop.add_reader(sock, partial(_set, future))
-    try:
-        await future
-    finally:
-        loop.remove_reader(sock)

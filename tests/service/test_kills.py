@@ -18,7 +18,7 @@ from support_served import Served, served
 from support_service import TestEngine, block_keys, on_disk, stack_process, stack_text, until
 from support_victims import NUMBERS, RUN, Victims, victims
 
-from kvtier.service import server
+from kvtier.service import listener
 from kvtier.types.jobs import JobKind
 
 STORE, LOAD = JobKind.STORE, JobKind.LOAD
@@ -31,7 +31,7 @@ BACK_SECONDS = 1.0
 @pytest.fixture
 def many_greetings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Victims come faster than a stack process lets engines connect in the long run, which is four a second."""
-    monkeypatch.setattr(server, "GREETINGS_PER_SECOND", 1000.0)
+    monkeypatch.setattr(listener, "GREETINGS_PER_SECOND", 1000.0)
 
 
 def strike(found: Victims, rng: random.Random) -> tuple[float, dict[str, int]]:

@@ -21,8 +21,8 @@ from support_service import NAMESPACE, TestEngine, block_keys, stack_process, st
 
 from faults.machine import warm
 from kvtier.errors import ConfigError, ResourceError
+from kvtier.service import listener, wire
 from kvtier.service import server as module
-from kvtier.service import wire
 from kvtier.service.channel import Channel, receive_greeting, send_greeting
 from kvtier.service.wire import GREETING, PROTOCOLS, TO_ENGINE, Hello, Refused, Welcome
 from kvtier.tier.contract import LookupResult
@@ -206,8 +206,8 @@ def test_more_engines_than_a_service_has_places_for_are_refused(
 
 
 def test_more_connections_than_there_may_be_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CONNECTIONS_MAX", 12)
-    monkeypatch.setattr(module, "GREETINGS_PER_SECOND", 1e6)
+    monkeypatch.setattr(listener, "CONNECTIONS_MAX", 12)
+    monkeypatch.setattr(listener, "GREETINGS_PER_SECOND", 1e6)
     with served(tmp_path) as found, TestEngine(found.path) as engine:
         silent = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(30)]
         for sock in silent:
@@ -220,14 +220,14 @@ def test_more_connections_than_there_may_be_are_closed(tmp_path: Path, monkeypat
             TestEngine(found.path)
         for sock in silent:
             sock.close()
-        until(lambda: found.run(lambda: not found.server._greeting))
+        until(lambda: found.run(lambda: not found.server._listener.is_greeting))
         with TestEngine(found.path) as other:
             assert other.load(range(4)) == ["hit"] * 4
 
 
 def test_greetings_have_a_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "GREETINGS_PER_SECOND", 0.0)
-    monkeypatch.setattr(module, "CONNECTIONS_MAX", 20)
+    monkeypatch.setattr(listener, "GREETINGS_PER_SECOND", 0.0)
+    monkeypatch.setattr(listener, "CONNECTIONS_MAX", 20)
     with served(tmp_path) as found, TestEngine(found.path) as engine:
         answers = []
         for _ in range(30):
@@ -240,7 +240,7 @@ def test_greetings_have_a_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
                 sock.close()
         assert [answer is None for answer in answers] == [False] * 18 + [True] * 12
         assert engine.store(range(4)) == ["stored"] * 4
-        monkeypatch.setattr(module, "GREETINGS_PER_SECOND", 1000.0)
+        monkeypatch.setattr(listener, "GREETINGS_PER_SECOND", 1000.0)
         with TestEngine(found.path) as other:
             assert other.load(range(4)) == ["hit"] * 4
 

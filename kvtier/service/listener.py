@@ -1,0 +1,176 @@
+"""The socket of a stack process: it accepts connections within a rate and bounds, and shows who is at the other end."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import signal
+import socket
+import struct
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from kvtier.errors import ConfigError
+from kvtier.service.access import UserAccess
+from kvtier.stack.watching.socket_file import SocketFile
+
+CONNECTIONS_MAX = 1024
+"""Connections, those that greet and processes that may still copy. More are closed unread."""
+GREETINGS_PER_SECOND = 4.0
+"""Greetings that are read, on average; at once `CONNECTIONS_MAX`."""
+REST_SECONDS = 1.0
+"""How long no connection is accepted after the process had no descriptor for one."""
+_ACCEPTED_AT_ONCE = 8
+
+_log = logging.getLogger(__name__)
+
+Greet = Callable[[socket.socket], Coroutine[Any, Any, None]]
+
+
+class Listener:
+    """Listens at a path in one event loop. `greet` is called with each connection, in a task; it owns the socket.
+
+    `num_watched` gives the processes that were taken in; `on_change` is called when `is_greeting` may have changed.
+    """
+
+    def __init__(
+        self, path: str, access: UserAccess, greet: Greet, num_watched: Callable[[], int], on_change: Callable[[], None]
+    ) -> None:
+        self.access = access
+        self._path = path
+        self._greet = greet
+        self._num_watched = num_watched
+        self._on_change = on_change
+        self._greeting: set[asyncio.Task[None]] = set()
+        self._greetings_left = float(CONNECTIONS_MAX)
+        self._greeted_at = 0.0
+        self._file: SocketFile | None = None
+        self._resting: asyncio.TimerHandle | None = None
+
+    def open(self, patience_seconds: float) -> None:
+        """Listen. Raises ResourceError if the path is not free, ConfigError if its group cannot be set."""
+        self._loop = asyncio.get_running_loop()
+        self._file = SocketFile.claim(self._path, socket.SOCK_SEQPACKET, patience_seconds)
+        try:
+            self.access.share(self._path)
+        except ConfigError:
+            self._file.release()
+            raise
+        self._loop.add_reader(self._file.fd, self.accept)
+
+    @property
+    def is_open(self) -> bool:
+        """True once it has listened."""
+        return self._file is not None
+
+    @property
+    def is_greeting(self) -> bool:
+        """True while a connection is being taken in."""
+        return bool(self._greeting)
+
+    def accept(self) -> None:
+        """Take in those that wait, some in one turn of the loop."""
+        assert self._file is not None
+        try:
+            for _ in range(_ACCEPTED_AT_ONCE):
+                self._begin_greeting(self._file.accept())
+        except (BlockingIOError, ConnectionError):
+            return
+        except OSError as error:  # such as no descriptor: what waits would call this at once again
+            _log.warning("the socket %s rests for %g s: %s", self._path, REST_SECONDS, error)
+            self._stop()
+            self._resting = self._loop.call_later(REST_SECONDS, self._accept_again)
+
+    def _accept_again(self) -> None:
+        assert self._file is not None
+        self._loop.add_reader(self._file.fd, self.accept)
+
+    def _stop(self) -> None:
+        if self._resting is not None:
+            self._resting.cancel()
+        if self._file is not None and self._file.fd >= 0:
+            self._loop.remove_reader(self._file.fd)
+
+    def _begin_greeting(self, sock: socket.socket) -> None:
+        if not self._has_room():
+            sock.close()
+            return
+        sock.setblocking(False)
+        task = asyncio.ensure_future(self._greet(sock))
+        self._greeting.add(task)
+        task.add_done_callback(self._on_greeted)
+        self._on_change()
+
+    def _has_room(self) -> bool:
+        """True if one connection more may greet: a process that connects again and again costs others little."""
+        now = self._loop.time()
+        earned = (now - self._greeted_at) * GREETINGS_PER_SECOND
+        self._greetings_left = min(float(CONNECTIONS_MAX), self._greetings_left + earned)
+        self._greeted_at = now
+        if self._greetings_left < 1 or len(self._greeting) + self._num_watched() >= CONNECTIONS_MAX:
+            return False
+        self._greetings_left -= 1
+        return True
+
+    def _on_greeted(self, task: asyncio.Task[None]) -> None:
+        self._greeting.discard(task)
+        self._on_change()
+        if not task.cancelled():
+            task.result()  # what it raises is a defect
+
+    def withdraw(self) -> None:
+        """Let no process connect any more; the path stays claimed."""
+        self._stop()
+        if self._file is not None:
+            self._file.withdraw()
+
+    def end_greetings(self) -> None:
+        """Cancel those under way."""
+        for task in tuple(self._greeting):
+            task.cancel()
+
+    def release(self) -> None:
+        """Let another process claim the path."""
+        if self._file is not None:
+            self._file.release()
+
+
+def peer_of(sock: socket.socket) -> tuple[int, int]:
+    """(process, user) at the other end; process 0 is in another PID namespace."""
+    pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return pid, uid
+
+
+def pidfd_fault(fd: int, pid: int) -> str:
+    """A descriptor that shows the exit of no process, or of another one, would give rows away that are copied into."""
+    try:
+        signal.pidfd_send_signal(fd, 0)
+    except OSError as error:
+        if error.errno in (errno.EBADF, errno.ESRCH):
+            return "its descriptor is no pidfd of a process that runs"  # EINVAL, EPERM: it is in another namespace
+    with suppress(OSError):
+        for line in Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name == "Pid" and pid > 0 and 0 < int(value) != pid:
+                return "its pidfd is that of another process"
+    return ""
+
+
+async def readable(sock: socket.socket) -> None:
+    """Return once there is something to read."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[None] = loop.create_future()
+    loop.add_reader(sock, partial(_set, future))
+    try:
+        await future
+    finally:
+        loop.remove_reader(sock)
+
+
+def _set(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
