@@ -205,6 +205,7 @@ class ProcessStack(ConnectedStack):
         if client.transfers.has(job.job_id):
             raise UsageError(f"job {job.job_id} is in flight already")
         client.transfers.submit(job, None if request is None else request._request, time.monotonic())
+        client.has_submitted = True
         return job.job_id
 
     @call_of_stack
@@ -388,9 +389,9 @@ def connect_engine_stack(
 ) -> ProcessStack:
     """The stack of a `kvtier serve`, for `with`: `service` is its socket, `tensors` hold the engine's GPU blocks.
 
-    Engines of one namespace find each other's blocks; the tiers, and the tag of the namespace, are those of the
-    service's stack file. `engine_id` is a name for `kvtier engines`. Opening it raises ResourceError if no stack
-    process answers, ConfigError if it does not serve this engine.
+    Engines of one namespace find each other's blocks. The tiers are those of the service's stack file; so is the tag of
+    the namespace if that names one: an engine with another tag is refused. `engine_id` is a name for `kvtier engines`.
+    Opening it raises ResourceError if no stack process answers, ConfigError if it does not serve this engine.
     """
     gpu = discover().get("gpu")
     parts = StackParts([gpu(gpu.Options(type="gpu"))], namespace, tensors, engine_id=engine_id)

@@ -35,11 +35,13 @@ class Asked:
     crash: CrashFile | None
 
 
-async def answers_to(inquiry: Inquiry, asked: Asked) -> Sequence[InquiryAnswer | Refused]:
-    """The parts of the answer to an inquiry, or its refusal."""
+async def answers_to(inquiry: Inquiry, asked: Asked, user: int) -> Sequence[InquiryAnswer | Refused]:
+    """The parts of the answer to an inquiry of a user, or its refusal."""
+    if user != os.geteuid():
+        return [Refused(f"only its own user {os.geteuid()} may ask it")]
     document = await _document_for(inquiry, asked)
     if document is None:
-        return [Refused(f"nothing to {inquiry.what[:32]} here")]
+        return [Refused(f"nothing to {inquiry.what[:32]} here, or no engine has joined yet: ask again once one has")]
     text = json.dumps(document).encode()
     ends = range(KEYS_BYTES_MAX, len(text) + KEYS_BYTES_MAX, KEYS_BYTES_MAX)
     return [InquiryAnswer(text[end - KEYS_BYTES_MAX : end], last=end >= len(text)) for end in ends]
@@ -68,19 +70,20 @@ def state_of(pool: Pool | None) -> dict[str, Any]:
     served."""
     ready = pool is not None and pool.is_open and not pool.fault
     engines = 0 if pool is None else sum(session.is_engine for session in pool.sessions.values())
-    return {"release": kvtier_version(), "protocol": PROTOCOLS[-1], "ready": ready, "engines": engines}
+    fault = "" if pool is None else pool.fault
+    state = {"release": kvtier_version(), "protocol": PROTOCOLS[-1], "ready": ready, "engines": engines}
+    return state | {"fault": fault}
 
 
 def status_of(pool: Pool | None) -> dict[str, Any]:
     """Rows by state, those of a former process that are out of use for a time or for good, and the tiers by name."""
     if pool is None or not pool.is_open:
         figures: dict[str, Any] = dict.fromkeys(("row_bytes", "waiting_rows", "lost_rows", "backlog"), 0)
-        return state_of(pool) | {"fault": ""} | figures | {"rows": {}, "tiers": {}}
+        return state_of(pool) | figures | {"rows": {}, "tiers": {}}
     counts, stats = pool.plane.control.cpu.table.counts, pool.stats()
     shown = ("used_bytes", "capacity_bytes", "stored", "loaded", "evictions", "up")
     waiting, lost = pool.rows_of_before
     return state_of(pool) | {
-        "fault": pool.fault,
         "row_bytes": pool.row_bytes,
         "waiting_rows": waiting,
         "lost_rows": lost,

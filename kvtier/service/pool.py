@@ -249,7 +249,9 @@ class Pool(TierStack):
         assert self._naming is not None
         assert assembled.joining is not None
         try:
-            namespace = self._named(namespace)
+            own, namespace = namespace.tag, self._named(namespace)
+            if own not in ("", namespace.tag):
+                raise ConfigError(f"its tag {own[:64]!r} is not that of the service's stack file", "namespace")
             self._check_layout(namespace)
             if self.fault:
                 raise ConfigError(self.fault)

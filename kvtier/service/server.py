@@ -233,13 +233,11 @@ class StackServer:
         self._welcome(sock, hello, descriptors[0])
 
     async def _answer(self, sock: socket.socket, inquiry: Inquiry) -> None:
-        """Answer an operator. Another user gets none."""
-        if peer_of(sock)[1] != os.geteuid():
-            return
+        """Answer an operator."""
         asked = Asked(self._pool, list(self._engines.values()), self.stats, self.crash)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, ANSWER_BYTES_MAX)
         with suppress(OSError):
-            for item in await answers_to(inquiry, asked):
+            for item in await answers_to(inquiry, asked, peer_of(sock)[1]):
                 send_greeting(sock, item)
 
     def _fault(self, sock: socket.socket, hello: object, descriptors: list[int]) -> str:
@@ -452,6 +450,8 @@ class StackServer:
                 self._send_to(engine.scheduler, [wire.Closing("a worker has left")])
                 self._loop.call_later(GOODBYE_SECONDS, self._disconnect, engine.scheduler, "it did not leave in time")
             for other in others:
+                last = other.channel.receive(MESSAGES_AT_ONCE)  # of a worker that left before, and was not read yet
+                other.quiet = other.quiet or (bool(last) and type(last[-1]) is wire.Quiet)
                 self._disconnect(other, fault)
         self._end_if_gone(engine)
 

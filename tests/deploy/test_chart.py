@@ -89,6 +89,11 @@ def test_the_pod_has_what_its_stack_needs_and_nothing_of_the_node() -> None:
     assert pod["terminationGracePeriodSeconds"] > stack.close_timeout_seconds + 30
     assert not {"hostPID", "hostIPC", "hostNetwork"} & set(pod)
     assert "nvidia" not in json.dumps(objects)
+    shared = rendered("stack.group=4321", "stack.allow={5000,6000}")["DaemonSet"]["spec"]["template"]["spec"]
+    made = shared["initContainers"][0]["command"]
+    assert made[made.index("-m") + 1] == "0750"
+    assert made[made.index("-g") + 1] == "4321"
+    assert shared["securityContext"]["supplementalGroups"] == [4321]
     monitored = rendered(*VALUES["with a monitor"])
     assert monitored["PodMonitor"]["spec"]["podMetricsEndpoints"][0]["port"] == container["ports"][0]["name"]
     labels = monitored["DaemonSet"]["spec"]["template"]["metadata"]["labels"]
@@ -108,7 +113,7 @@ def test_engines_in_containers_of_their_own_share_by_the_folder_alone(tmp_path: 
     words = [str(KVTIER), *words[1 : words.index("--metrics")]]
     path = words[-1]
     folder = Path(path).parent
-    owner = ["-m", "0700", str(folder)]
+    owner = ["-m", "0750", str(folder)]
     assert make["command"][:2] == ["install", "-d"]
     subprocess.run([*make["command"][:2], *owner], check=True)
     sees_nothing_else = f"mount --bind {folder} {folder} && mount -o remount,ro,bind {folder}; ! touch {folder}/x &&"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import sys
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -18,6 +19,8 @@ from kvtier.service.channel import send_greeting
 from kvtier.service.engine_totals import OTHERS
 from kvtier.service.wire import Inquiry
 from kvtier.stack.watching.stats import EngineStats
+
+EXAMPLE = str(Path(__file__).parents[2] / "examples" / "engine_at_service.py")
 
 
 def run(*words: str, status: int = 0) -> str:
@@ -65,6 +68,15 @@ def test_an_operator_sees_engines_and_rows_and_resets_them(tmp_path):
             assert two.load(range(16), "b") == ["missing"] * 16
             assert one.store(range(16)) == ["stored"] * 16
             assert two.load(range(16), "c") == ["hit"] * 16
+
+
+def test_the_example_stores_and_the_next_engine_loads(tmp_path):
+    stack, path = tmp_path / "stack.yaml", str(tmp_path / "socket")
+    stack.write_text(stack_text(64))
+    command = [sys.executable, EXAMPLE, path]
+    with stack_process(stack, path):
+        lives = [warm.run(command, capture_output=True, text=True, timeout=60) for _ in range(2)]
+        assert [life.stdout for life in lives] == ["stored\n", "loaded\n"], [life.stderr for life in lives]
 
 
 @pytest.mark.parametrize("what", ["", "leave", "x" * 1000])

@@ -13,13 +13,17 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from support_served import served
-from support_service import NAMESPACE, TestEngine, block_keys, stack_process, stack_text, until
+from support_service import NAMESPACE, PAGE, TestEngine, block_keys, stack_process, stack_text, until
 
 from faults.machine import warm
+from kvtier.client.connection import Identity
+from kvtier.client.engine import EngineClient
 from kvtier.errors import ConfigError, ResourceError
 from kvtier.service import listener, wire
 from kvtier.service import server as module
@@ -355,3 +359,38 @@ def test_an_engine_that_leaves_twice_with_wrong_names_is_disconnected_and_resets
         wrong.step_until(lambda: not wrong.client.core.connected, "it is disconnected")
         assert service.run(lambda: service.server.pool.plane.control.resets) <= resets + 1
         assert other.store(range(8)) == ["stored"] * 8
+
+
+def test_a_tag_of_an_engine_that_is_not_the_stack_files_is_refused(tmp_path: Path) -> None:
+    """Engines of two tags never share a block; a service whose stack file names a tag has that one alone."""
+    cache = torch.zeros((4, PAGE), dtype=torch.uint8)
+    with served(tmp_path, stack_text(64, namespace="site")) as found, TestEngine(found.path) as engine:
+        assert engine.store(range(4)) == ["stored"] * 4
+        same = Identity(found.path, replace(NAMESPACE, tag="site"), "same", "1" * 32)
+        with EngineClient(same, [cache]) as client:
+            request = client.request("r")
+            client.reserve(request, block_keys(4))
+            until(lambda: (client.step(), request.served)[1], "it is served")
+            assert len(request.leased) == 4
+        other = Identity(found.path, replace(NAMESPACE, tag="red"), "other", "2" * 32)
+        with pytest.raises(ConfigError, match="its tag 'red' is not that of the service's stack file"):
+            EngineClient(other, [cache])
+
+
+def test_a_worker_whose_last_word_is_read_after_its_engines_end_is_watched_no_more(tmp_path: Path) -> None:
+    """Both are readable at once where the server was busy; this process lives on, and its rows are to come back."""
+    with served(tmp_path) as found:
+        engine = TestEngine(found.path)
+        assert engine.store(range(4)) == ["stored"] * 4
+        busy = threading.Event()
+        found.thread.call_soon(busy.wait, 20.0)
+        peers = found.server._engines.values()
+        closing = threading.Thread(target=engine.client.close)
+        closing.start()
+        closing.join(20.0)
+        (closed,) = peers
+        order = sorted(closed.peers, key=lambda peer: peer.worker is not None)
+        found.thread.call_soon(lambda: [found.server._on_readable(peer) for peer in order])
+        busy.set()
+        until(lambda: found.engines == 0, "it is gone")
+        assert found.rests()

@@ -52,7 +52,8 @@ def ping(path: str, timeout: float, wait: bool, as_json: bool) -> None:
         timeout = _wait(path, timeout)
     found = _shown("ping", path, timeout, as_json)
     if found is not None:
-        ready = "ready" if found["ready"] else "no engine yet"
+        fault = f"no engine may join: {found['fault']}" if found["fault"] else "no engine yet"
+        ready = "ready" if found["ready"] else fault
         click.echo(f"kvtier {found['release']}, protocol {found['protocol']}: {ready}, engines {found['engines']}")
 
 
@@ -90,8 +91,8 @@ def engines(path: str, timeout: float, as_json: bool) -> None:
 @click.command(short_help="Make all blocks of a stack process unreachable.")
 @_options
 def reset(path: str, timeout: float, as_json: bool) -> None:
-    """Make every block of a `kvtier serve` unreachable, for all its engines, in rows and below. Returns once that is
-    durable."""
+    """Make every block of the namespaces that engines of a `kvtier serve` have joined unreachable, for all its engines,
+    in rows and below. Returns once that is durable."""
     found = _shown("reset", path, timeout, as_json)
     if found is not None:
         click.echo(found["fault"] or "nothing stored before is found any more")
@@ -103,8 +104,8 @@ def reset(path: str, timeout: float, as_json: bool) -> None:
 @click.argument("engine", metavar="ENGINE")
 @_options
 def forget(path: str, engine: str, timeout: float, as_json: bool) -> None:
-    """Forget the defects of a `kvtier serve` that messages of ENGINE, its id, brought about: it may connect again at
-    once, not only after an hour."""
+    """Forget the defects of a `kvtier serve` that messages of ENGINE, its name in `kvtier engines`, brought about: it
+    may connect again at once, not only after an hour."""
     found = _shown("forget", path, timeout, as_json, engine)
     if found is not None:
-        click.echo(f"forgotten: {found['forgotten']}")
+        click.echo(f"forgotten: {found['forgotten']}" if found["forgotten"] else f"nothing is held against {engine}")
