@@ -36,7 +36,11 @@ FULL_ALONE = (
 )
 """Attacks close to another one of the test run: its count is theirs in full runs."""
 QUICK = {
-    "lying records": 200,
+    "lying records": 100,
+    "io_uring denied": 1,
+    "slow disk": 1,
+    "disk errors": 1,
+    "valkey stopped": 1,
     "bit flips": 700,
     "namespace skew": 48,
     "kill -9 slab": 20,
