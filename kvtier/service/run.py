@@ -63,9 +63,9 @@ async def _serve(config: StackConfig, path: str, private: PrivateLife | None, wa
         async with server:
             if private is not None:  # the process before at this path uses none of them any more
                 config = adopt_ranks(config, _log.warning)
+            ClosingSignals(asyncio.get_running_loop(), server.close).install((signal.SIGTERM, signal.SIGINT))
             server.crash = crash = CrashFile(path)
             asyncio.get_running_loop().set_exception_handler(partial(_on_exception, crash))
-            ClosingSignals(asyncio.get_running_loop(), server.close).install((signal.SIGTERM, signal.SIGINT))
             _log.info("the stack is served at %s", path)
             server.audits_rows = private is None
             if manager is not None:
