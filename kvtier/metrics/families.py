@@ -42,6 +42,11 @@ class MetricDefinition:
             return "histogram"
         return "counter" if self.name.endswith("_total") else "gauge"
 
+    @property
+    def of_engines(self) -> bool:
+        """True for a figure of each engine of a service, which the engines themselves are not sent."""
+        return "engine" in self.label_names
+
 
 def metric_families(stats: StackStats) -> dict[MetricDefinition, Samples]:
     """Every metric of a stack in the order of `DEFINITIONS`. Pure: the same figures give the same families."""
@@ -54,7 +59,7 @@ _REASONS: dict[str, type[DropReason] | type[SkipReason]] = {"dropped": DropReaso
 
 def _samples(definition: MetricDefinition, stats: StackStats) -> Samples:
     samples: Samples = {}
-    if "engine" in definition.label_names:
+    if definition.of_engines:
         for engine, counts in stats.engines.items():
             samples.update(_labelled((engine,), getattr(counts, definition.figure)))
         return samples

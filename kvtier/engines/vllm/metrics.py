@@ -24,7 +24,7 @@ _METADATA = {"counter": OffloadingCounterMetadata, "gauge": OffloadingGaugeMetad
 
 def definitions() -> dict[str, OffloadingMetricMetadata]:
     """Every metric by its name."""
-    return {each.name: _metadata(each) for each in DEFINITIONS}
+    return {each.name: _metadata(each) for each in DEFINITIONS if not each.of_engines}
 
 
 def _metadata(definition: MetricDefinition) -> OffloadingMetricMetadata:
