@@ -22,7 +22,8 @@ from kvtier_remote.valkey.embedded import free_ports
 NAME = re.compile(r"kvtier_[a-z_]+")
 KNOWN = {definition.name for definition in DEFINITIONS}
 SOMETIMES = {"kvtier_curve_missed_blocks_total", "kvtier_tier_events_total"}
-"""Metrics without a value until something of the kind has happened."""
+SOMETIMES |= {definition.name for definition in DEFINITIONS if definition.of_engines}
+"""Metrics without a value until something of the kind has happened, or but on the page of a service."""
 
 
 def dashboard() -> Any:
