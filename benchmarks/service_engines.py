@@ -2,11 +2,11 @@
 
     python -m benchmarks.service_engines [--part start] [--part steps] [--folder DIR] [--json FILE] [--quick]
 
-`start`: the rows of a service hold blocks. A new engine's process, once its modules are loaded, connects, and loads 16
-blocks of 64 KiB that are in rows. Beside it, in turns, a bare process says hello as a worker does, maps all rows and
-reads as many bytes of them, or all bytes. Once with rows in pages of 4 KiB, once when the service has made huge pages
-of all. Rows take at most half of the memory that is available; larger sizes are extrapolated from the smallest and the
-largest.
+`start`: the rows of a service hold blocks. A new engine's process, once its modules are loaded (those of tiers too),
+connects, and loads 16 blocks of 64 KiB that are in rows. Beside it, in turns, a bare process says hello as a worker
+does, maps all rows and reads as many bytes of them, or all bytes. Once with rows in pages of 4 KiB, once when the
+service has made huge pages of all. Rows take at most half of the memory that is available; larger sizes are
+extrapolated from the smallest and the largest.
 
 `steps`: eight engines take a step every 10 ms, and each begins with a lookup whose answer is waited for. Another engine
 has blocks loaded from the disk at half of its full speed. Beside that, in turns, the same processes send messages of
@@ -72,13 +72,14 @@ def first_hits(folder: Path, size: int, pages: str, turns: int) -> dict[str, Any
             engine.ask("close")
         if pages != PAGES[0]:
             service.wait_for_line("event=huge_pages", HUGE_SECONDS_A_GIB * max(1.0, size / GIB))
+        works: list[Callable[[int], dict[str, float]]] = [
+            lambda at: _new_engine(service, at),
+            lambda _: _bare(service, "hit", HIT_BYTES),
+            lambda _: _bare(service, "all", 0),
+        ]
         for turn in range(turns):
-            works = [
-                lambda at=numbers - (turn + 1) * JOB_BLOCKS: _new_engine(service, at),
-                lambda: _bare(service, "hit", HIT_BYTES),
-                lambda: _bare(service, "all", 0),
-            ]
-            found.append({name: ms for work in works[:: 1 if turn % 2 else -1] for name, ms in work().items()})
+            at = numbers - (turn + 1) * JOB_BLOCKS
+            found.append({name: ms for work in works[:: 1 if turn % 2 else -1] for name, ms in work(at).items()})
     medians = {name: median(each[name] for each in found) for name in sorted(found[0])}
     ratios = {
         name: paired_ratio([each["engine"] for each in found], [each[f"bare {name}"] for each in found])
@@ -204,26 +205,30 @@ def steps(course: Course, roots: str, folder: Path) -> list[dict[str, Any]]:
             "echo": {"work": "echo", "path": f"{folder}/echo", **sizes},
         }
 
-        def turn(who: str, a_second: float) -> dict[str, float]:
+        def turn(who: str, a_second: float | None) -> dict[str, float]:
             """Figures of a turn, with so many loads a second, if any."""
-            seconds, spread = course.seconds, STEP_SECONDS / ENGINES
-            loads = pool.submit(loader.ask, "load", seconds=seconds + 2 * LEAD_SECONDS, a_second=a_second)
-            time.sleep(LEAD_SECONDS)
-            courses = [(seconds, STEP_SECONDS, number * spread) for number in range(ENGINES)]
+            loads, seconds = None, course.seconds
+            if a_second is not None:
+                length = seconds + 2 * LEAD_SECONDS
+                loads = pool.submit(loader.ask, "load", seconds=length, a_second=a_second)
+                time.sleep(LEAD_SECONDS)
+            offsets = (STEP_SECONDS * number / ENGINES for number in range(ENGINES))
             asked = [
-                pool.submit(engine.ask, course=course, **works[who])
-                for engine, course in zip(engines, courses, strict=True)
+                pool.submit(engine.ask, course=(seconds, STEP_SECONDS, offset), **works[who])
+                for engine, offset in zip(engines, offsets, strict=True)
             ]
             trips = [each for answer in asked for each in answer.result()["seconds"]]
-            found = {f"p{rank}": percentile(trips, rank) * MS for rank in (50, 99, 100)}
-            return found | {"trips": float(len(trips)), **{f"loads {k}": v for k, v in loads.result().items()}}
+            found = {f"p{rank}": percentile(trips, rank) * MS for rank in (50, 99, 100)} | {"trips": float(len(trips))}
+            return found if loads is None else found | {f"loads {k}": v for k, v in loads.result().items()}
 
         half = full["jobs_a_second"] / 2
-        rows = [_row(f"{name}", turn, a_second, course.pairs) for name, a_second in (("beside loads", half),)]
+        rows = [_row("beside loads", turn, half, course.pairs), _row("alone", turn, None, course.pairs)]
     return [row | {"message_bytes": sizes, "full_speed": full, "half_jobs_a_second": half} for row in rows]
 
 
-def _row(name: str, turn: Callable[[str, float], dict[str, float]], a_second: float, pairs: int) -> dict[str, Any]:
+def _row(
+    name: str, turn: Callable[[str, float | None], dict[str, float]], a_second: float | None, pairs: int
+) -> dict[str, Any]:
     found: dict[str, list[dict[str, float]]] = {"service": [], "echo": []}
     for number in range(pairs):
         click.echo(f"steps {name}, pair {number + 1} of {pairs}", err=True)
@@ -236,7 +241,8 @@ def _row(name: str, turn: Callable[[str, float], dict[str, float]], a_second: fl
     medians = {
         f"{who} {figure}": median(each[figure] for each in turns) for who, turns in found.items() for figure in turns[0]
     }
-    return {"what": f"steps {name}", **ratios, "aim": STEPS_AIM, "medians": medians, "all": found}
+    aim = None if a_second is None else STEPS_AIM
+    return {"what": f"steps {name}", **ratios, "aim": aim, "medians": medians, "all": found}
 
 
 # -- both --------------------------------------------------------------------------------------------------------

@@ -250,6 +250,47 @@ async def _serve_at(work: Work, path: str, config: StackConfig, geometry: Geomet
 # -- both --------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class Course:
+    """What is tried: the source of requests, how many of them, and the grid. `served` requests are for a service."""
+
+    source: dict[str, Any]
+    replicas: Sequence[int]
+    requests: int
+    served: int
+    shares: Sequence[float] = SHARES
+    policies: Sequence[str] = POLICIES
+    served_policies: Sequence[str] = SERVED_POLICIES
+    served_shares: Sequence[float] = SERVED_SHARES
+
+
+def check_services(course: Course, report: Report, json_file: Path | None) -> None:
+    """A service for each policy and number of rows."""
+    work = Work(ReplayOptions(requests=course.served, block_bytes=SERVED_PAGE_BYTES, **course.source))
+    for policy, share in product(course.served_policies, course.served_shares):
+        rows = max(2 * work.source.longest_blocks, int(share * work.distinct))
+        report.results.append(check_service(work, policy, rows, 2 * rows))
+        report.write(json_file)
+    columns = ("what", "served_hits", "simulated_hits", "ratio", "blocks_verified", "dropped")
+    table("a service beside its simulation", columns, [[row[name] for name in columns] for row in report.results])
+
+
+def compare_all(course: Course, report: Report, json_file: Path | None) -> None:
+    """The grid."""
+    work = Work(ReplayOptions(requests=course.requests or None, **course.source))
+    found: dict[str, dict[float, Any]] = {}
+    grid = product(course.replicas, ROUTES, (0, DISK_TIMES), course.policies, course.shares)
+    for replicas, routing, disk, policy, share in grid:
+        rows = int(share * work.distinct)
+        report.results.append(row := compare(work, Fleet(replicas, routing, policy, rows, disk * rows), share))
+        click.echo(f"{row['what']}: {row['ratio']}", err=True)
+        found.setdefault(row["fleet"], {})[share] = row["ratio"]
+        report.write(json_file)
+    columns = ("hits shared / separate", *(f"{share:.0%}" for share in course.shares))
+    lines = [[name, *map(ratios.get, course.shares)] for name, ratios in found.items()]
+    table("rows for a share of the blocks", columns, lines)
+
+
 @click.command()
 @click.option("--traces", default="../shared/traces", show_default=True, help="Folder of the request traces.")
 @click.option("--requests", default=0, show_default=True, help="Requests of the trace; 0 for all.")
@@ -257,59 +298,24 @@ async def _serve_at(work: Work, path: str, config: StackConfig, geometry: Geomet
 @click.option("--served-requests", default=600, show_default=True, help="Requests that a service serves; 0 for none.")
 @click.option("--quick", is_flag=True, help="A toy size: a generated workload, one share of rows, one policy.")
 @JSON_FILE
-def main(traces: str, replicas: str, quick: bool, json_file: Path | None, **given: int) -> None:
+def main(traces: str, requests: int, replicas: str, served_requests: int, quick: bool, json_file: Path | None) -> None:
     """Count hits of replicas that share a stack, and of replicas that do not."""
-    report = Report(
-        "shared_hits", {"traces": Path(traces).name, "replicas": replicas, "disk_times": DISK_TIMES, **given}
-    )
+    settings = {"requests": requests, "replicas": replicas, "served_requests": served_requests}
+    report = Report("shared_hits", {**settings, "quick": quick, "disk_times": DISK_TIMES})
     report.head()
     trace = Path(traces) / "conversation.jsonl"
-    numbers, shares, policies, served_policies = (
-        [int(each) for each in replicas.split(",")],
-        SHARES,
-        POLICIES,
-        SERVED_POLICIES,
-    )
-    first, piece = given["requests"] or None, given["served_requests"]
-    sizes: dict[str, Any] = {"trace": trace}
+    course = Course({"trace": trace}, [int(each) for each in replicas.split(",")], requests, served_requests)
     if quick:
-        numbers, shares, policies, served_policies = numbers[:1], (0.2,), ("lru",), ("lru",)
-        first, piece, sizes = 60, 8, {"workload": "chat"}
+        course = Course({"workload": "chat"}, [AIM_REPLICAS], 60, 8, (0.2,), ("lru",), ("lru",), SERVED_SHARES[-1:])
     elif not trace.exists():
         report.notes.append(f"trace conversation: {ABSENT} ({trace})")
-        report.results.append({"what": "trace conversation", "ratio": ABSENT})
         report.end(json_file)
         return
-    if piece:
-        work = Work(ReplayOptions(requests=piece, block_bytes=SERVED_PAGE_BYTES, **sizes))
-        for policy, share in product(served_policies, SERVED_SHARES[-1:] if quick else SERVED_SHARES):
-            rows = max(2 * work.source.longest_blocks, int(share * work.distinct))
-            report.results.append(check_service(work, policy, rows, 2 * rows))
-            report.write(json_file)
-        _show_served(report.results)
-    work = Work(ReplayOptions(requests=first, **sizes))
-    for number, routing, disk, policy, share in product(numbers, ROUTES, (0, DISK_TIMES), policies, shares):
-        rows = int(share * work.distinct)
-        report.results.append(compare(work, Fleet(number, routing, policy, rows, disk * rows), share))
-        click.echo(f"{report.results[-1]['what']}: {report.results[-1]['ratio']}", err=True)
-        report.write(json_file)
+    if course.served:
+        check_services(course, report, json_file)
+    compare_all(course, report, json_file)
     report.verified = True
-    _show(report.results, shares)
     report.end(json_file)
-
-
-def _show_served(results: Sequence[dict[str, Any]]) -> None:
-    columns = ("what", "served_hits", "simulated_hits", "ratio", "blocks_verified", "dropped")
-    table("a service beside its simulation", columns, [[row[name] for name in columns] for row in results])
-
-
-def _show(results: Sequence[dict[str, Any]], shares: Sequence[float]) -> None:
-    found: dict[str, dict[float, Any]] = {}
-    for row in results:
-        if "fleet" in row:
-            found.setdefault(row["fleet"], {})[row["share"]] = row["ratio"]
-    columns = ("hits shared / separate", *(f"{share:.0%}" for share in shares))
-    table("rows for a share of the blocks", columns, [[name, *map(each.get, shares)] for name, each in found.items()])
 
 
 if __name__ == "__main__":
