@@ -213,12 +213,15 @@ def steps(course: Course, roots: str, folder: Path) -> list[dict[str, Any]]:
                 loads = pool.submit(loader.ask, "load", seconds=length, a_second=a_second)
                 time.sleep(LEAD_SECONDS)
             offsets = (STEP_SECONDS * number / ENGINES for number in range(ENGINES))
+            cpu, begun = service.cpu_seconds, time.perf_counter()
             asked = [
                 pool.submit(engine.ask, course=(seconds, STEP_SECONDS, offset), **works[who])
                 for engine, offset in zip(engines, offsets, strict=True)
             ]
             trips = [each for answer in asked for each in answer.result()["seconds"]]
-            found = {f"p{rank}": percentile(trips, rank) * MS for rank in (50, 99, 100)} | {"trips": float(len(trips))}
+            busy = (service.cpu_seconds - cpu) / (time.perf_counter() - begun)
+            found = {f"p{rank}": percentile(trips, rank) * MS for rank in (50, 99, 100)}
+            found |= {"trips": float(len(trips)), "cores of the service": busy}
             return found if loads is None else found | {f"loads {k}": v for k, v in loads.result().items()}
 
         half = full["jobs_a_second"] / 2
