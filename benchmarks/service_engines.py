@@ -11,7 +11,7 @@ extrapolated from the smallest and the largest.
 `steps`: eight engines take a step every 10 ms, and each begins with a lookup whose answer is waited for. Another engine
 has blocks loaded from the disk at half of its full speed. Beside that, in turns, the same processes send messages of
 the same sizes to a bare echo process over the same kind of socket, at the same load. Percentiles are over the round
-trips of all eight in a turn, figures medians over turns, ratios medians of the ratio of each pair.
+trips of all engines in a turn, figures medians over turns, ratios medians of the ratio of each pair.
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ START_AIM = 1.5
 HUGE_SECONDS_A_GIB = 60.0
 """How long a service may take to make huge pages of its rows."""
 
-ENGINES = 8
 STEP_SECONDS = 0.01
 LEAD_SECONDS = 0.5
 """The loads begin so long before the steps."""
@@ -168,13 +167,14 @@ def start(report: Report, sizes: Sequence[int], turns: int, json_file: Path | No
     )
 
 
-# -- the steps of eight ------------------------------------------------------------------------------------------
+# -- the steps of several ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Course:
     """Sizes of a run of steps."""
 
+    engines: int
     pairs: int
     seconds: float
     disk_blocks: int
@@ -189,7 +189,7 @@ def steps(course: Course, roots: str, folder: Path) -> list[dict[str, Any]]:
     )
     with ExitStack() as open_now:
         service = open_now.enter_context(served(text, folder))
-        loader, *engines = (open_now.enter_context(Peer(sys.executable, ENGINE)) for _ in range(1 + ENGINES))
+        loader, *engines = (open_now.enter_context(Peer(sys.executable, ENGINE)) for _ in range(1 + course.engines))
         echo = open_now.enter_context(Peer(sys.executable, BARE))
         given = {"path": service.path, "block_bytes": BLOCK_BYTES}
         loader.ask("open", blocks=course.disk_blocks, engine_id="loads", **given)
@@ -198,7 +198,7 @@ def steps(course: Course, roots: str, folder: Path) -> list[dict[str, Any]]:
             engine.ask("open", blocks=JOB_BLOCKS, engine_id=f"steps-{number}", **given)
         sizes = loader.ask("message_bytes", numbers=KEYS)
         echo.ask("echo", path=f"{folder}/echo", answer_bytes=sizes["answered"])
-        pool = open_now.enter_context(ThreadPoolExecutor(1 + ENGINES))
+        pool = open_now.enter_context(ThreadPoolExecutor(1 + course.engines))
         full = loader.ask("load", seconds=course.seconds, a_second=0.0)
         works: dict[str, dict[str, Any]] = {
             "service": {"work": "steps", "keys": KEYS, "numbers": course.disk_blocks},
@@ -212,7 +212,7 @@ def steps(course: Course, roots: str, folder: Path) -> list[dict[str, Any]]:
                 length = seconds + 2 * LEAD_SECONDS
                 loads = pool.submit(loader.ask, "load", seconds=length, a_second=a_second)
                 time.sleep(LEAD_SECONDS)
-            offsets = (STEP_SECONDS * number / ENGINES for number in range(ENGINES))
+            offsets = (STEP_SECONDS * number / course.engines for number in range(course.engines))
             cpu, begun = service.cpu_seconds, time.perf_counter()
             asked = [
                 pool.submit(engine.ask, course=(seconds, STEP_SECONDS, offset), **works[who])
@@ -255,20 +255,21 @@ def _row(
 @click.option("--part", "parts", multiple=True, type=click.Choice(PARTS), help="Only these; all by default.")
 @click.option("--sizes", default="2GiB,4GiB,8GiB,16GiB", show_default=True, help="Bytes of rows.")
 @click.option("--turns", default=7, show_default=True, help="New engines at rows of each kind.")
+@click.option("--engines", default=8, show_default=True, help="Engines that take steps.")
 @click.option("--pairs", default=9, show_default=True, help="Turns of steps at the service, and at the echo.")
 @click.option("--turn-seconds", default=5.0, show_default=True, help="Length of a turn of steps.")
 @click.option("--folder", default=None, help="Where the root is made; a temporary folder by default.")
 @click.option("--quick", is_flag=True, help="A toy size.")
 @JSON_FILE
 def main(parts: tuple[str, ...], folder: str | None, quick: bool, json_file: Path | None, **given: Any) -> None:
-    """Measure a new engine's first hit, and the steps of eight."""
+    """Measure a new engine's first hit, and the steps of several."""
     report = Report("service_engines", {"parts": parts or PARTS, "quick": quick, **given})
     report.notes.append("the CPU time of services counts as that of others in `busy`")
     report.head()
     sizes, turns = [parse_size(size) for size in given["sizes"].split(",")], given["turns"]
-    course = Course(given["pairs"], given["turn_seconds"], 4096)
+    course = Course(given["engines"], given["pairs"], given["turn_seconds"], 4096)
     if quick:
-        sizes, turns, course = [64 << 20], 1, Course(1, 0.5, 2048)
+        sizes, turns, course = [64 << 20], 1, Course(2, 1, 0.5, 2048)
     if "start" in (parts or PARTS):
         start(report, sizes, turns, json_file)
     if "steps" in (parts or PARTS):
@@ -277,7 +278,7 @@ def main(parts: tuple[str, ...], folder: str | None, quick: bool, json_file: Pat
         report.results += rows
         names = ("service p50", "echo p50", "service p99", "echo p99")
         table(
-            "round trips of eight engines, ms",
+            "round trips of engines, ms",
             ("what", *names, "p50 ratio", "p99 ratio", "aim"),
             [
                 [row["what"], *(row["medians"][name] for name in names), row["p50 ratio"], row["p99 ratio"], row["aim"]]
