@@ -124,7 +124,10 @@ def _bare(service: Served, name: str, touched_bytes: int) -> dict[str, float]:
 
 
 def estimates(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Rows for sizes that no memory is there for, on the line through the smallest and the largest size."""
+    """Rows for sizes that no memory is there for, on the line through the smallest and the largest size.
+
+    A time that became less with more rows did not depend on them.
+    """
     found = []
     for pages in PAGES:
         sizes = [row for row in rows if row["pages"] == pages]
@@ -135,7 +138,7 @@ def estimates(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             ms = {}
             for name in ("engine", "bare hit", "bare all"):
                 one, other = (row["medians_ms"][name] for row in (small, large))
-                ms[name] = other + (other - one) * (gib - large["gib"]) / (large["gib"] - small["gib"])
+                ms[name] = other + max(0.0, other - one) * (gib - large["gib"]) / (large["gib"] - small["gib"])
             found.append({"what": f"start, {gib} GiB, {pages} pages, estimated", "pages": pages, "medians_ms": ms})
     return found
 
