@@ -21,7 +21,7 @@ import click
 
 from benchmarks.fs_child import FIRST, LOAD, Content, Contestant, Pass, Setup
 from benchmarks.fs_kvtier import KVTier
-from benchmarks.options import JSON_FILE
+from benchmarks.options import JSON_FILE, QUICK
 from benchmarks.report import GIB, Report, median, paired_ratio, percentile, table
 from kvtier.cli.temporary_folders import temporary_folder
 from kvtier.options import parse_size
@@ -121,7 +121,7 @@ def run(tier: Contestant, content: Content, work: Pass, beside: Work | None) -> 
     "--switch-interval", default=0.005, show_default=True, help="Seconds; the interpreter's for this process."
 )
 @click.option("--folder", help="Where the tier's root is made; a temporary folder by default.")
-@click.option("--quick", is_flag=True, help="A toy size.")
+@QUICK
 @JSON_FILE
 def main(
     sizes: str,

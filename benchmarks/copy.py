@@ -27,7 +27,7 @@ import click
 import numpy as np
 import torch
 
-from benchmarks.options import JSON_FILE
+from benchmarks.options import JSON_FILE, QUICK
 from benchmarks.report import ABSENT, GIB, Report, median, paired_ratio, table
 from kvtier.tier.contract import TierContext
 from kvtier.types.arrays import int_array
@@ -340,7 +340,7 @@ def _row(setup: Setup, order: str, direction: str, rates: tuple[list[float], lis
 @click.option("--threads", default=2, show_default=True, help="Threads that copy on a CPU.")
 @click.option("--pages", default=",".join(str(page >> 10) for page in PAGES), show_default=True, help="KiB of a page.")
 @click.option("--repetitions", default=7, show_default=True)
-@click.option("--quick", is_flag=True, help="A toy size.")
+@QUICK
 @JSON_FILE
 def main(
     device: str, mib: int, threads: int, pages: str, repetitions: int, quick: bool, json_file: Path | None

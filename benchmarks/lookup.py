@@ -20,7 +20,7 @@ from pathlib import Path
 import click
 import numpy as np
 
-from benchmarks.options import JSON_FILE, VLLM_PYTHON
+from benchmarks.options import JSON_FILE, QUICK, VLLM_PYTHON
 from benchmarks.peer import Peer, PeerFailed, prefix_of, rate
 from benchmarks.report import ABSENT, Report, median, paired_ratio, table
 from kvtier.control.plane.control_plane import ControlPlane
@@ -130,7 +130,7 @@ def repeat(contestants: list[Callable[[], float]], repetitions: int) -> list[lis
 @click.option("--seconds", default=0.2, show_default=True, help="Of each measurement.")
 @click.option("--repetitions", default=5, show_default=True)
 @click.option("--folder", help="Where vLLM's fs tier keeps its (empty) files; a temporary folder by default.")
-@click.option("--quick", is_flag=True, help="A toy size.")
+@QUICK
 @JSON_FILE
 def main(
     vllm_python: str | None,

@@ -44,7 +44,7 @@ from types import CodeType, FrameType
 import click
 import torch
 
-from benchmarks.options import JSON_FILE
+from benchmarks.options import JSON_FILE, QUICK
 from benchmarks.report import Report, median, table
 from kvtier.cli.temporary_folders import temporary_folder
 from kvtier.config import open_stack, parse_stack, stack_parts
@@ -342,7 +342,7 @@ def _cell(row: dict[str, object], name: str) -> str:
 @click.option("--warm", default=5, show_default=True, help="Trips before those.")
 @click.option("--io-engine", type=click.Choice(["threads", "io_uring"]), default="threads", show_default=True)
 @click.option("--folder", default=None, help="Where the fs tier's root is made; a temporary folder by default.")
-@click.option("--quick", is_flag=True, help="A toy size.")
+@QUICK
 @JSON_FILE
 def main(
     blocks: str,

@@ -20,7 +20,7 @@ from typing import Any
 
 import click
 
-from benchmarks.options import JSON_FILE, VLLM_PYTHON
+from benchmarks.options import JSON_FILE, QUICK, VLLM_PYTHON
 from benchmarks.peer import Peer, PeerFailed
 from benchmarks.report import ABSENT, GIB, Report, median, paired_ratio, table
 from kvtier.types.geometry import Geometry, GroupLayout, KVLayout, TensorRef
@@ -67,7 +67,7 @@ def theirs(peer: Peer, num_bytes: int, row_bytes: int, whole: bool) -> Make:
 @click.option("--gib", default=4.0, show_default=True, help="GiB of the region.")
 @click.option("--row-kib", default=256, show_default=True, help="KiB of a row.")
 @click.option("--repetitions", default=5, show_default=True)
-@click.option("--quick", is_flag=True, help="A toy size.")
+@QUICK
 @JSON_FILE
 def main(
     vllm_python: str | None, gib: float, row_kib: int, repetitions: int, quick: bool, json_file: Path | None

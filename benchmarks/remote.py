@@ -18,7 +18,7 @@ from pathlib import Path
 
 import click
 
-from benchmarks.options import JSON_FILE
+from benchmarks.options import JSON_FILE, QUICK
 from benchmarks.remote_clients import Bare, Client, LMCache, RedisBenchmark, Setup, ValkeyTier
 from benchmarks.remote_passes import finish, measure
 from benchmarks.report import ABSENT, Report, versions
@@ -37,7 +37,7 @@ SIZES = "64KiB,256KiB,1MiB,4MiB"
 @click.option(
     "--lmcache", type=click.Path(exists=True, path_type=Path), help="lmcache_redis*.so out of LMCache's wheel."
 )
-@click.option("--quick", is_flag=True, help="A toy size.")
+@QUICK
 @JSON_FILE
 def main(
     sizes: str,

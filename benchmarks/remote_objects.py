@@ -24,7 +24,7 @@ import click
 import numpy as np
 import xxhash
 
-from benchmarks.options import JSON_FILE
+from benchmarks.options import JSON_FILE, QUICK
 from benchmarks.remote_clients import PATIENT, Client, Setup, Tier
 from benchmarks.remote_passes import finish, measure
 from benchmarks.report import ABSENT, Report, versions
@@ -177,7 +177,7 @@ def lmcache_with(folder: Path) -> str:
 @click.option("--bytes", "total", default="128MiB", show_default=True, help="Payload of a pass.")
 @click.option("--repetitions", default=7, show_default=True)
 @click.option("--lmcache", type=click.Path(exists=True, path_type=Path), help="Folder with LMCache's package.")
-@click.option("--quick", is_flag=True, help="A toy size.")
+@QUICK
 @JSON_FILE
 def main(sizes: str, total: str, repetitions: int, lmcache: Path | None, quick: bool, json_file: Path | None) -> None:
     """Measure the tier s3."""

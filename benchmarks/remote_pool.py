@@ -17,7 +17,7 @@ from typing import Any
 
 import click
 
-from benchmarks.options import JSON_FILE
+from benchmarks.options import JSON_FILE, QUICK
 from benchmarks.remote_clients import PATIENT, Client, Setup, Tier
 from benchmarks.remote_objects import SUPPORT
 from benchmarks.remote_passes import finish, measure
@@ -94,7 +94,7 @@ class BarePool(Client):
 @click.option("--sizes", default=SIZES, show_default=True, help="Block sizes.")
 @click.option("--bytes", "total", default="128MiB", show_default=True, help="Payload of a pass.")
 @click.option("--repetitions", default=7, show_default=True)
-@click.option("--quick", is_flag=True, help="A toy size.")
+@QUICK
 @JSON_FILE
 def main(sizes: str, total: str, repetitions: int, quick: bool, json_file: Path | None) -> None:
     """Measure the tier mooncake."""

@@ -27,7 +27,7 @@ import click
 import numpy as np
 import xxhash
 
-from benchmarks.options import JSON_FILE
+from benchmarks.options import JSON_FILE, QUICK
 from benchmarks.report import Report, median, table
 from kvtier.cli.temporary_folders import temporary_folder
 from kvtier.control.tiers.owned_tier import OwnedTier
@@ -206,7 +206,7 @@ def measure(root: Path, slots: int, block_bytes: int, cold: bool, repetitions: i
 @click.option("--repetitions", default=3, show_default=True)
 @click.option("--folder", default=None, help="Where the roots are made; a temporary folder by default.")
 @click.option("--cold", is_flag=True, help="Drop the page cache before each open.")
-@click.option("--quick", is_flag=True, help="A toy size.")
+@QUICK
 @click.option("--child", default=None, hidden=True)
 @click.option("--writing", is_flag=True, hidden=True)
 @JSON_FILE

@@ -28,7 +28,7 @@ from typing import Any
 import click
 
 from benchmarks.beside import JOB_BLOCKS
-from benchmarks.options import JSON_FILE
+from benchmarks.options import JSON_FILE, QUICK
 from benchmarks.peer import Peer
 from benchmarks.report import GIB, Report, median, paired_ratio, percentile, table
 from benchmarks.served import Served, served
@@ -262,7 +262,7 @@ def _row(
 @click.option("--pairs", default=9, show_default=True, help="Turns of steps at the service, and at the echo.")
 @click.option("--turn-seconds", default=5.0, show_default=True, help="Length of a turn of steps.")
 @click.option("--folder", default=None, help="Where the root is made; a temporary folder by default.")
-@click.option("--quick", is_flag=True, help="A toy size.")
+@QUICK
 @JSON_FILE
 def main(parts: tuple[str, ...], folder: str | None, quick: bool, json_file: Path | None, **given: Any) -> None:
     """Measure a new engine's first hit, and the steps of several."""

@@ -28,7 +28,7 @@ import click
 import numpy as np
 import torch
 
-from benchmarks.options import JSON_FILE
+from benchmarks.options import JSON_FILE, QUICK
 from benchmarks.report import ABSENT, GIB, Report, percentile, table
 from kvtier.cli.temporary_folders import temporary_folder
 from kvtier.config import parse_stack, stack_parts
@@ -353,7 +353,7 @@ def engine_steps(folder: Path, steps: int, warm: int, sleep_seconds: float, page
 @click.option("--steps", default=2000, show_default=True, help="Engine steps that are measured.")
 @click.option("--sleep-ms", default=5.0, show_default=True, help="How long a step of the engine takes without us.")
 @click.option("--folder", default=None, help="Where the fs tier's root is made; a temporary folder by default.")
-@click.option("--quick", is_flag=True, help="A toy size.")
+@QUICK
 @JSON_FILE
 def main(folder: str | None, quick: bool, json_file: Path | None, **given: Any) -> None:
     """Replay traces, and measure an engine's steps."""

@@ -29,7 +29,7 @@ from typing import Any
 import click
 
 from benchmarks.beside import JOB_BLOCKS
-from benchmarks.options import JSON_FILE
+from benchmarks.options import JSON_FILE, QUICK
 from benchmarks.peer import Peer
 from benchmarks.report import Report, median, paired_ratio, percentile, table
 from benchmarks.stack_process_engine import PROMPTS
@@ -182,7 +182,7 @@ def _hit_figures(alone: dict[str, list[float]], beside: dict[str, list[float]]) 
 @click.option("--turn-seconds", default=2.0, show_default=True, help="Length of an idle turn, and of naps.")
 @click.option("--hits", default=100, show_default=True, help="Requests of a turn, ten a second.")
 @click.option("--folder", default=None, help="Where the roots are made; a temporary folder by default.")
-@click.option("--quick", is_flag=True, help="A toy size.")
+@QUICK
 @JSON_FILE
 def main(parts: tuple[str, ...], folder: str | None, quick: bool, json_file: Path | None, **given: Any) -> None:
     """Measure both drivers in turns."""

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import click
 
-from benchmarks.options import JSON_FILE
+from benchmarks.options import JSON_FILE, QUICK
 from benchmarks.report import Report, median, paired_ratio, table
 from benchmarks.stack import Engine, Spent, engine_over
 from kvtier.cli.temporary_folders import temporary_folder
@@ -86,7 +86,7 @@ class Case:
 @click.option("--sleep-ms", default=1.0, show_default=True, help="How long a step of the engine takes without us.")
 @click.option("--case", "chosen", multiple=True, type=click.Choice(CASES[1:]), help="Only these, beside lru.")
 @click.option("--folder", default=None, help="Where the roots are made; a temporary folder by default.")
-@click.option("--quick", is_flag=True, help="A toy size.")
+@QUICK
 @JSON_FILE
 def main(chosen: tuple[str, ...], folder: str | None, quick: bool, json_file: Path | None, **sizes: float) -> None:
     """Measure and print."""

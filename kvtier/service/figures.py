@@ -9,7 +9,8 @@ from itertools import groupby, islice
 
 from kvtier.control.tiers.histogram import HistogramFigures
 from kvtier.metrics import metric_families
-from kvtier.service.wire import COUNTER, GAUGE, HISTOGRAM, KEYS_BYTES_MAX, FiguresPart, MetricSeries, Stats
+from kvtier.service.packing import pieces
+from kvtier.service.wire import COUNTER, GAUGE, HISTOGRAM, FiguresPart, MetricSeries, Stats
 from kvtier.stack.watching.stats import StackStats
 
 SERIES_AT_ONCE = 64
@@ -23,7 +24,7 @@ def document_of(stats: StackStats) -> bytes:
 
 def parts_of(document: bytes, number: int) -> list[FiguresPart]:
     """A document in parts that fit a message each."""
-    parts = [document[at : at + KEYS_BYTES_MAX] for at in range(0, len(document), KEYS_BYTES_MAX)]
+    parts = pieces(document)
     return [FiguresPart(number, part, last=at == len(parts) - 1) for at, part in enumerate(parts)]
 
 

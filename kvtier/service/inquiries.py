@@ -15,10 +15,12 @@ from typing import Any
 from kvtier.control.tiers.slot_table import SlotState
 from kvtier.service.connected import Engine
 from kvtier.service.crash_file import CrashFile
+from kvtier.service.packing import pieces
 from kvtier.service.pool import Pool
 from kvtier.service.session import Session
-from kvtier.service.wire import KEYS_BYTES_MAX, PROTOCOLS, Inquiry, InquiryAnswer, Refused
+from kvtier.service.wire import PROTOCOLS, Inquiry, InquiryAnswer, Refused
 from kvtier.stack.watching.stats import StackStats, kvtier_version
+from kvtier.stack.watching.stats_socket import VERSION
 
 ANSWER_BYTES_MAX = 256 << 10
 """An answer fits into the buffer of its socket."""
@@ -42,9 +44,8 @@ async def answers_to(inquiry: Inquiry, asked: Asked, user: int) -> Sequence[Inqu
     document = await _document_for(inquiry, asked)
     if document is None:
         return [Refused(f"nothing to {inquiry.what[:32]} here, or no engine has joined yet: ask again once one has")]
-    text = json.dumps(document).encode()
-    ends = range(KEYS_BYTES_MAX, len(text) + KEYS_BYTES_MAX, KEYS_BYTES_MAX)
-    return [InquiryAnswer(text[end - KEYS_BYTES_MAX : end], last=end >= len(text)) for end in ends]
+    *parts, last = pieces(json.dumps(document).encode())
+    return [*(InquiryAnswer(part, last=False) for part in parts), InquiryAnswer(last)]
 
 
 async def _document_for(inquiry: Inquiry, asked: Asked) -> dict[str, Any] | None:
@@ -57,7 +58,8 @@ async def _document_for(inquiry: Inquiry, asked: Asked) -> dict[str, Any] | None
     if what == "engines":
         return engines_of(pool, {engine.session: engine.engine_id for engine in asked.engines})
     if what == "figures":
-        return {"kvtier_stats": 1, "process": os.getpid(), "seconds": time.monotonic(), "stats": asdict(asked.stats())}
+        about = {"kvtier_stats": VERSION, "process": os.getpid(), "seconds": time.monotonic()}
+        return about | {"stats": asdict(asked.stats())}
     if what == "forget" and asked.crash is not None:
         return state_of(pool) | {"forgotten": asked.crash.forget(inquiry.about)}
     if what == "reset" and pool is not None and pool.is_open:
@@ -70,9 +72,8 @@ def state_of(pool: Pool | None) -> dict[str, Any]:
     served."""
     ready = pool is not None and pool.is_open and not pool.fault
     engines = 0 if pool is None else sum(session.is_engine for session in pool.sessions.values())
-    fault = "" if pool is None else pool.fault
     state = {"release": kvtier_version(), "protocol": PROTOCOLS[-1], "ready": ready, "engines": engines}
-    return state | {"fault": fault}
+    return state | {"fault": "" if pool is None else pool.fault}
 
 
 def status_of(pool: Pool | None) -> dict[str, Any]:

@@ -111,3 +111,8 @@ def request_name(request_id: str) -> str:
 
 class Item(msgspec.Struct, array_like=True, frozen=True):
     """Base of what a message holds."""
+
+
+def pieces(document: bytes) -> list[bytes]:
+    """A document in parts that fit an item each."""
+    return [document[at : at + KEYS_BYTES_MAX] for at in range(0, len(document), KEYS_BYTES_MAX)]

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.cli.stores import printable
-from kvtier.client.inquiry import inquire
+from kvtier.client.inquiry import inquire_text
 from kvtier.control.tiers.histogram import HistogramFigures
 from kvtier.errors import ResourceError, UsageError
 from kvtier.metrics.families import DEFINITIONS, metric_families
@@ -35,7 +35,7 @@ _COUNTERS = ("hits", "load_bytes", "store_bytes", "evictions")
 _DEFINITIONS = {
     each.name: each for each in DEFINITIONS if each.label_names[:1] == ("tier",) or each.figure == "backlog"
 }
-_OF_ENGINES = {each.name: each for each in DEFINITIONS if each.label_names[:1] == ("engine",)}
+_OF_ENGINES = {each.name: each for each in DEFINITIONS if each.of_engines}
 
 Value = tuple[str, tuple[str, ...], float]
 """A tier, a figure of `DEFINITIONS` with its other labels, a value. The last label of a bucket is its bound."""
@@ -106,7 +106,7 @@ def _read_socket(path: str) -> StackReading:
         except OSError as error:
             if error.errno != errno.EPROTOTYPE:
                 raise
-            return from_document(json.dumps(inquire(path, "figures", TIMEOUT_SECONDS)).encode())
+            return from_document(inquire_text(path, "figures", TIMEOUT_SECONDS))
         client.settimeout(TIMEOUT_SECONDS)
         return from_document(_read_all(client.recv))
 
@@ -144,14 +144,16 @@ def from_document(text: bytes) -> StackReading:
     try:
         document = json.loads(text)
         stats = stats_from_json(document)
-        today = sum(map(int, document.get("written_today_bytes", {"": -1}).values()))
+        written = document.get("written_today_bytes")
+        today = None if written is None else sum(map(int, written.values()))
         states = {_name(tier): _name(figures.breaker) for tier, figures in stats.tiers.items()}
         process = (int(document["process"]), float(document.get("opened_at", 0)))
         figures, engines = _by_name(_values(stats, "tier")), _by_name(_values(stats, "engine"))
         seconds = float(document["seconds"])
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError):
         raise ResourceError("it says something else than a stats socket of kvtier") from None
-    return StackReading(_clock(seconds), figures, states, process, today if 0 <= today <= VALUE_MAX else None, engines)
+    today = today if today is not None and 0 <= today <= VALUE_MAX else None
+    return StackReading(_clock(seconds), figures, states, process, today, engines)
 
 
 def _values(stats: StackStats, by: str) -> Iterator[Value]:
