@@ -198,8 +198,12 @@ class KeptMemory:
 
 def intact_rows(rows: Rows, some: Sequence[int], nbytes: int) -> list[bool]:
     """For each of some rows: True if its block, of so many bytes, still matches its checksum."""
-    is_short = nbytes <= SHORT_BYTES
-    return [checksum(rows.view[row, :nbytes].data, is_short) == rows.checksum(row) for row in some]
+    return [is_intact(rows, row, nbytes) for row in some]
+
+
+def is_intact(rows: Rows, row: int, nbytes: int) -> bool:
+    """True if the row's block, of so many bytes, still matches its checksum."""
+    return checksum(rows.view[row, :nbytes].data, nbytes <= SHORT_BYTES) == rows.checksum(row)
 
 
 def _parts(rows: Sequence[int], keys: Sequence[OffloadKey]) -> Iterator[tuple[GroupIndex, list[int]]]:

@@ -113,8 +113,10 @@ class Pool(TierStack):
         return (row for each in self.sessions.values() for row in each.leasing.leased_rows())
 
     @guard_step
-    def _audit_step(self, step: Callable[[], list[int]]) -> None:
-        for number in step():
+    def _audit_step(self, step: Callable[[], None]) -> None:
+        assert self._audit is not None
+        step()
+        for number in self._audit.blamed:
             if (session := self.sessions.get(number)) is not None and not session.shut:
                 session.shut_out("rows that it filled were changed afterwards")
                 _log.error("engine %d is served no more: rows that it filled were changed afterwards", number)

@@ -17,7 +17,7 @@ import numpy as np
 
 from kvtier.control.plane.control_plane import ControlPlane
 from kvtier.control.tiers.slot_table import READY
-from kvtier.service.kept_memory import intact_rows
+from kvtier.service.kept_memory import is_intact
 from kvtier.tier.contract import Rows
 from kvtier.types.geometry import Geometry
 from kvtier.types.jobs import CORRUPT
@@ -33,8 +33,8 @@ CHANGED_MAX = 3
 """Changed rows of an engine that shut it out."""
 
 
-Step = Callable[[Callable[[], list[int]]], None]
-"""Carries a call out as a step of the pool, and serves no more the sessions that it returns."""
+Step = Callable[[Callable[[], None]], None]
+"""Carries a call out as a step of the pool."""
 
 
 class AuditedRow(NamedTuple):
@@ -46,10 +46,15 @@ class AuditedRow(NamedTuple):
 
 
 class RowAudit:
-    """The rows of a pool in turn, leased ones first. `fillers`: the session that filled each row."""
+    """The rows of a pool in turn, leased ones first; `taken` are those of now, pinned until `end`.
+
+    `blamed` are the sessions that have filled too many rows which were changed afterwards.
+    """
 
     def __init__(self, plane: ControlPlane, geometry: Geometry) -> None:
-        self.changed = Counter[int]()
+        self.taken: list[AuditedRow] = []
+        self.blamed: set[int] = set()
+        self._changed = Counter[int]()
         self._control = plane.control
         self._dirty = plane.demotions.dirty
         self._geometry = geometry
@@ -60,8 +65,8 @@ class RowAudit:
         """An engine has filled these rows."""
         self._fillers[rows] = session
 
-    def take(self, leased: Iterable[int]) -> list[AuditedRow]:
-        """The rows that are next, which are pinned until `end`."""
+    def take(self, leased: Iterable[int]) -> None:
+        """Take the rows that are next."""
         table, taken, size = self._control.cpu.table, dict[int, AuditedRow](), 0
         for row in chain(islice(leased, LEASED_AT_ONCE), self._next_rows()):
             key = table.keys[row]
@@ -72,7 +77,7 @@ class RowAudit:
             if size >= BYTES_AT_ONCE:
                 break
         self._control.cpu.pin(list(taken))
-        return list(taken.values())
+        self.taken = list(taken.values())
 
     def _next_rows(self) -> Iterator[int]:
         num_rows = len(self._fillers)
@@ -80,34 +85,31 @@ class RowAudit:
             self._at = (self._at + 1) % num_rows
             yield self._at
 
-    def end(self, taken: Iterable[AuditedRow], intact: Iterable[bool]) -> list[int]:
-        """Drop rows that are not intact. Returns the sessions that have filled too many of these."""
+    def compare(self, rows: Rows) -> list[bool]:
+        """True for each row that is taken and intact. In any thread."""
+        return [is_intact(rows, each.row, each.nbytes) for each in self.taken]
+
+    def end(self, intact: Iterable[bool]) -> None:
+        """Drop rows that are not intact."""
         control = self._control
-        for audited, ok in zip(taken, intact, strict=True):
+        for audited, ok in zip(self.taken, intact, strict=True):
             control.cpu.unpin((audited.row,))
             if ok or not control.cpu.has(audited.row, audited.generation):
                 continue
             self._dirty.clean((audited.row,))
             control.cpu.discard(audited.row, audited.generation)
             control.cpu_counters.count(CORRUPT)
-            self.changed[int(self._fillers[audited.row])] += 1
-        return [session for session, count in self.changed.items() if session and count >= CHANGED_MAX]
+            self._blame(int(self._fillers[audited.row]))
+
+    def _blame(self, session: int) -> None:
+        self._changed[session] += 1
+        if session and self._changed[session] >= CHANGED_MAX:
+            self.blamed.add(session)
 
 
 async def audit_rows(audit: RowAudit, rows: Rows, leased: Callable[[], Iterable[int]], step: Step) -> None:
     """Take rows and end them in steps of a pool, until cancelled. `leased` gives the rows of its leases."""
-    taken: list[AuditedRow] = []
-
-    def take() -> list[int]:
-        taken[:] = audit.take(leased())
-        return []
-
     while True:
         await asyncio.sleep(PAUSE_SECONDS)
-        step(take)
-        intact = await asyncio.to_thread(_intact, rows, taken)
-        step(partial(audit.end, taken, intact))
-
-
-def _intact(rows: Rows, taken: Iterable[AuditedRow]) -> list[bool]:
-    return [intact_rows(rows, (each.row,), each.nbytes)[0] for each in taken]
+        step(lambda: audit.take(leased()))
+        step(partial(audit.end, await asyncio.to_thread(audit.compare, rows)))

@@ -62,11 +62,10 @@ def test_all_rows_have_their_turn_and_none_stays_pinned(service: Served, monkeyp
     seen: set[int] = set()
     take = row_audit.RowAudit.take
 
-    def taken(audit: row_audit.RowAudit, leased: Iterator[int]) -> list[row_audit.AuditedRow]:
-        found = take(audit, leased)
-        assert len(found) <= 3
-        seen.update(each.row for each in found)
-        return found
+    def taken(audit: row_audit.RowAudit, leased: Iterator[int]) -> None:
+        take(audit, leased)
+        assert len(audit.taken) <= 3
+        seen.update(each.row for each in audit.taken)
 
     monkeypatch.setattr(row_audit.RowAudit, "take", taken)
     with TestEngine(service.path) as engine:
