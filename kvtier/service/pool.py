@@ -386,7 +386,7 @@ class Pool(TierStack):
     def end_fill(self, session: Session, copy: Copy) -> None:
         """All workers have reported a fill."""
         if self._audit is not None:
-            self._audit.on_filled(copy.rows, session.number)
+            self._audit.on_filled(copy.rows, copy.generations, session.number)
         self._ends.end(list(zip(copy.rows, copy.generations, strict=True)), copy.errors)
 
     @guard_step

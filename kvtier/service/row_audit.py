@@ -58,12 +58,13 @@ class RowAudit:
         self._control = plane.control
         self._dirty = plane.demotions.dirty
         self._geometry = geometry
-        self._fillers = np.zeros(len(plane.control.cpu.table), np.int64)
+        num_rows = len(plane.control.cpu.table)
+        self._fillers, self._fills = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)
         self._at = 0
 
-    def on_filled(self, rows: list[int], session: int) -> None:
-        """An engine has filled these rows."""
-        self._fillers[rows] = session
+    def on_filled(self, rows: list[int], generations: list[int], session: int) -> None:
+        """An engine has filled these rows, in fills of these generations."""
+        self._fillers[rows], self._fills[rows] = session, generations
 
     def take(self, leased: Iterable[int]) -> None:
         """Take the rows that are next."""
@@ -99,11 +100,12 @@ class RowAudit:
             self._dirty.clean((audited.row,))
             control.cpu.discard(audited.row, audited.generation)
             control.cpu_counters.count(CORRUPT)
-            self._blame(int(self._fillers[audited.row]))
+            if self._fills[audited.row] == audited.generation:  # else a lower tier has filled it since
+                self._blame(int(self._fillers[audited.row]))
 
     def _blame(self, session: int) -> None:
         self._changed[session] += 1
-        if session and self._changed[session] >= CHANGED_MAX:
+        if self._changed[session] >= CHANGED_MAX:
             self.blamed.add(session)
 
 

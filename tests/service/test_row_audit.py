@@ -91,3 +91,21 @@ def test_a_changed_row_that_is_leased_stays_until_its_lease_ends(service: Served
         engine.step()
         until(lambda: "QUARANTINED" not in service.rows(), "it is free")
         assert engine.look(range(2)) == [MISS, HIT]
+
+
+def test_rows_that_a_disk_has_filled_since_are_held_against_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_audit, "PAUSE_SECONDS", 0.01)
+    with served(tmp_path, stack_text(64, tmp_path / "root")) as service:
+        service.server.audits_rows = True
+        with TestEngine(service.path) as engine:
+            for first in range(0, 128, 8):
+                assert engine.store(range(first, first + 8)) == ["stored"] * 8
+                until(lambda: service.server.stats().backlog == 0, "they are on disk")
+            brought = range(4)  # the oldest have left their rows
+            assert engine.load(brought) == ["hit"] * 4
+            assert service.server.stats().tiers["fs"].loaded == 4
+            scribble(service, brought)
+            until(lambda: corrupt(service) == 4, "they are found")
+            assert engine.load(range(124, 128), "later") == ["hit"] * 4, "it is served"
