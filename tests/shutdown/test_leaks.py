@@ -77,10 +77,13 @@ async def check_flat(count: int, seed: int, root, io_engine: str) -> None:
         await lives(count, rng, root, io_engine)
         await until(lambda: not new_since(before), 10.0)
         end, _ = tracemalloc.get_traced_memory()
+        flat = end - start < count * BYTES_PER_LIFE_MAX + 100_000
+        if not flat:
+            print(*tracemalloc.take_snapshot().statistics("lineno")[:20], sep="\n")
     finally:
         tracemalloc.stop()
     print(f"{count} lives, {(end - start) / count:.0f} bytes each")
-    assert end - start < count * BYTES_PER_LIFE_MAX + 100_000
+    assert flat
 
 
 @pytest.mark.parametrize("io_engine", IO_ENGINES)
