@@ -21,8 +21,9 @@ from kvtier_gpu.engines import native_copy
 
 ROOT = PROJECT
 SOURCES = {path.stem: path.read_text() for path in sorted((ROOT / "benchmarks").glob("*.py"))}
-NAMES = [name for name, source in SOURCES.items() if '"--quick"' in source]
-OTHERS = [name for name, source in SOURCES.items() if "@click.command" in source and name not in NAMES]
+COMMANDS = [name for name, source in SOURCES.items() if "@click.command" in source]
+NAMES = [name for name in COMMANDS if any(option in SOURCES[name] for option in ("\n@QUICK\n", '"--quick"'))]
+OTHERS = [name for name in COMMANDS if name not in NAMES]
 NEEDS = {
     "remote_objects": (without_ceph, "Ceph", (pytest.mark.remote,)),
     "remote_pool": (without_mooncake, "Mooncake", (pytest.mark.remote, pytest.mark.mooncake)),
