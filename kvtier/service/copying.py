@@ -91,6 +91,13 @@ class Copying:
         """True if a copy has not ended, or what it has filled is not stored yet."""
         return bool(self._copies or self._fills)
 
+    def has_work(self, wanted: int) -> bool:
+        """True if the engine may be lent rows, has yet to be sent some, or has some beyond its bound."""
+        lent, quotas = len(self.lent), self._pool.quotas
+        most = quotas.lent_most
+        lacks = lent < self.needed or (lent < min(wanted, most) and quotas.lent < quotas.lent_most_of_all)
+        return lacks or lent > most or bool(self._lent_now)
+
     # -- rows lent ahead -----------------------------------------------------------------------------------------
 
     def on_lent(self, rows: Sequence[int], generations: Sequence[int]) -> None:

@@ -50,6 +50,11 @@ class Leasing:
         """Rows that the engine holds: leased, lent, in copies, or on their way for its reservations."""
         return self.leased + self.reserving + self._copies.held
 
+    @property
+    def has_work(self) -> bool:
+        """True if a lookup or a reservation is open, or leases are beyond the engine's bound."""
+        return bool(self._waiting) or self.lookups.look_at < math.inf or self.found > self._pool.quotas.found_most
+
     def leased_rows(self) -> Iterator[int]:
         """The rows that are leased to requests, those of the latest request first."""
         return (row for leases in reversed(self.leases.values()) for row in leases.rows.values())

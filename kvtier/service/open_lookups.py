@@ -109,6 +109,11 @@ class OpenLookups:
     def _answer_missing(self, number: int, count: int) -> None:
         self._out.append(wire.Found(number, bytes((MISSING,)) * count, NO_PLACES))
 
+    def look_now(self, now: float) -> None:
+        """A tier has answered: lookups that are open go on with the next `go_on`."""
+        if self._open:
+            self.look_at = min(self.look_at, now)
+
     def go_on(self, now: float) -> bool:
         """Look once more, and send what is known now of lookups of which all is. True if tiers may have been asked."""
         if now < self.look_at:

@@ -19,6 +19,7 @@ from kvtier.errors import ConfigError, GeometryError, RootBusyError, UsageError
 from kvtier.service.figures import document_of, parts_of
 from kvtier.service.kept_memory import KeptMemory, intact_rows
 from kvtier.service.leases import Copy
+from kvtier.service.lending import Lending
 from kvtier.service.manifests import read_namespace
 from kvtier.service.namespaces import KeySpace, Namespaces
 from kvtier.service.quotas import Quotas
@@ -38,8 +39,6 @@ from kvtier.types.jobs import JobResult
 from kvtier.types.keys import CPU, GroupIndex, JobId, OffloadKey
 from kvtier.types.namespace import Namespace
 
-LENT_AT_ONCE = 16
-"""Rows that an engine is lent before it is the turn of the others."""
 DOCUMENT_SECONDS = 0.02
 """Time in which figures are collected once; that takes a millisecond."""
 
@@ -57,13 +56,13 @@ class Pool(TierStack):
     def __init__(
         self,
         parts: StackParts,
-        send: Callable[[], None],
+        send: Callable[[Sequence[Session]], None],
         named: Callable[[Namespace], Namespace] = lambda found: found,
         kept: KeptMemory | None = None,
     ) -> None:
-        """`parts` without tensors, GPU tier and workers: those are the engines'. `send` is called in a step when it may
-        be time to send items: it must not call the pool. `named` adds what the stack file says of a namespace. `kept`
-        has the rows that a former process has left, and keeps those of this one."""
+        """`parts` without tensors, GPU tier and workers: those are the engines'. `send` is called in a step with the
+        sessions that may have items: it must not call the pool. `named` adds what the stack file says of a namespace.
+        `kept` has the rows that a former process has left, and keeps those of this one."""
         layout = parts.namespace.layout
         self._ends = FillEnds(layout.world_size if not layout.replicated else 1)
         workers = [SessionCopies(self._ends) for _ in range(layout.world_size)]
@@ -84,7 +83,7 @@ class Pool(TierStack):
         self._handling = False
         self._fills: dict[JobId, Session] = {}
         self._last = self._last_fill = 0
-        self._turns = 0
+        self._lending = Lending()
         self._document, self._document_until = b"", -math.inf
         self._wakes: asyncio.TimerHandle | None = None
 
@@ -351,7 +350,7 @@ class Pool(TierStack):
             self._carry_out()
 
     def _count_engines(self) -> None:
-        self.quotas.engines = sum(each.is_engine for each in self.sessions.values())
+        self.quotas.share(sum(each.is_engine for each in self.sessions.values()))
         self._set_events()
 
     def _set_events(self) -> None:
@@ -485,52 +484,34 @@ class Pool(TierStack):
         if self._handling:
             return
         super()._carry_out(pumps)
-        now, sessions = self._clock(), self.sessions.values()
-        while sum(session.advance(now) for session in sessions):  # of each: `any` would stop at the first
-            super()._carry_out()
-        if not sessions:
+        if not self.sessions:
             return
-        self._lend(now)
-        self._take_back()
-        super()._carry_out(pumps=False)
+        now, working = self._clock(), self._working()
+        while sum([session.advance(now) for session in working]):  # of each: `any` would stop at the first
+            super()._carry_out()
+            working = self._working()
+        if self._lending.lend(self.plane, working, now):
+            super()._carry_out(pumps=False)
+        self._lending.take_back(self.plane, self.sessions.values(), working)
         if events := self.plane.take_events():
             self._deliver_events(events)
-        self._set_wakes(now)
-        self._send()
+        working = self._working()
+        self._set_wakes(working, now)
+        self._send(working)
 
-    def _lend(self, now: float) -> None:
-        """Lend rows to engines in turn, a few at a time if several want some; none while a reservation lacks rows."""
-        plane = self.plane
-        if plane.control.shortage:
-            return
-        while waiting := [each for each in self.sessions.values() if each.rows_wanted]:
-            first = min(waiting, key=lambda each: (each.lent_in_turn, each.number))
-            self._turns += 1
-            first.lent_in_turn = self._turns
-            wanted = first.rows_wanted
-            rows, generations = plane.lend(min(LENT_AT_ONCE, wanted) if len(waiting) > 1 else wanted, now)
-            if not rows:
-                return
-            first.copying.on_lent(rows, generations)
-
-    def _take_back(self) -> None:
-        """Ask for leases, of the engine first that holds most, where rows are short; and for what is beyond bounds."""
-        short = self.plane.control.shortage
-        for_loans = not short
-        if not short and not self.plane.control.cpu.available:
-            short = max(each.rows_wanted for each in self.sessions.values())
-        for session in sorted(self.sessions.values(), key=lambda each: -each.held):
-            short = max(0, short - session.take_back(short, for_loans))
+    def _working(self) -> list[Session]:
+        """The sessions that a step is for: most engines of many wait for nothing at a time."""
+        return [session for session in self.sessions.values() if session.has_work]
 
     def _deliver_events(self, events: Sequence[OffloadingEvent]) -> None:
         for session in self.sessions.values():
             if session.events is not None and session.is_engine:
                 session.events.add(events)
 
-    def _set_wakes(self, now: float) -> None:
+    def _set_wakes(self, working: Sequence[Session], now: float) -> None:
         """The next time at which a session has work by time alone."""
-        at = min(each.leasing.wakes_at for each in self.sessions.values())
-        for session in self.sessions.values():
+        at = min((each.leasing.wakes_at for each in working), default=math.inf)
+        for session in working:
             if session.events and session.is_engine:
                 session.events.refill(now)
                 at = min(at, session.events.due_at)
@@ -549,7 +530,7 @@ class Pool(TierStack):
     def _deliver(self, batch: Sequence[Arrival]) -> None:
         if any(type(each) is PresenceAnswers for each in batch):
             for session in self.sessions.values():
-                session.leasing.lookups.look_at = min(session.leasing.lookups.look_at, self._clock())
+                session.leasing.lookups.look_now(self._clock())
         super()._deliver(batch)
 
     def _on_result(self, result: JobResult) -> None:

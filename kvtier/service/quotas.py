@@ -15,35 +15,27 @@ LENT_MIN = 64
 
 
 class Quotas:
-    """The rows of a pool, what all its sessions have of them, and `engines`, the number of sessions that share them."""
+    """The rows of a pool, what all its sessions have of them, and `engines`, the number of sessions that share them.
+
+    Rows that one engine may have at most: `found_most` from lookups, `lent_most` ahead, `pinned_most` in all.
+    `lent_most_of_all` may be lent ahead to all engines.
+    """
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
-        self.engines = 0
         self.found = 0
         self.lent = 0
+        self.lent_most_of_all = max(1, rows // SHARE, min(LENT_MIN, rows // 4))
+        self.share(0)
 
-    @property
-    def found_most(self) -> int:
-        """Rows that one engine may have from lookups."""
-        return max(1, self.rows // SHARE // max(1, self.engines))
+    def share(self, engines: int) -> None:
+        """So many engines share the rows from now on."""
+        self.engines = engines
+        self.found_most = max(1, self.rows // SHARE // max(1, engines))
+        share = max(1, self.lent_most_of_all // max(1, engines))
+        self.lent_most = min(max(LENT_MIN, self.rows // ALONE_SHARE), share)
+        self.pinned_most = self.rows if engines <= 1 else max(1, self.rows // 2)
 
     def found_room(self, of_session: int) -> int:
         """The number of rows from lookups that a session may have beyond so many."""
         return max(0, min(self.found_most - of_session, max(1, self.rows // SHARE) - self.found))
-
-    @property
-    def lent_most_of_all(self) -> int:
-        """Rows that may be lent ahead to all engines."""
-        return max(1, self.rows // SHARE, min(LENT_MIN, self.rows // 4))
-
-    @property
-    def lent_most(self) -> int:
-        """Rows that may be lent ahead to one engine."""
-        share = max(1, self.lent_most_of_all // max(1, self.engines))
-        return min(max(LENT_MIN, self.rows // ALONE_SHARE), share)
-
-    @property
-    def pinned_most(self) -> int:
-        """Rows that one engine may hold in all."""
-        return self.rows if self.engines <= 1 else max(1, self.rows // 2)

@@ -27,6 +27,7 @@ from kvtier.service.listener import Listener, peer_of, pidfd_fault, readable
 from kvtier.service.manifests import read_namespace
 from kvtier.service.pool import Pool, opening_fault, with_shared_rows
 from kvtier.service.row_table import Worker
+from kvtier.service.session import Session
 from kvtier.service.wire import (
     FROM_ENGINE,
     FROM_WORKER,
@@ -267,7 +268,7 @@ class StackServer:
                     await spent.close()
                 if self._pool is None:
                     parts = with_shared_rows(self._parts(namespace))
-                    pool = Pool(parts, self._send_all, lambda found: self._parts(found).namespace, self._kept)
+                    pool = Pool(parts, self._send, lambda found: self._parts(found).namespace, self._kept)
                     if self.crash is not None:
                         pool.on_defect = self.crash.exit
                     await pool.open()
@@ -400,8 +401,8 @@ class StackServer:
         if not self.ends_with_engines:
             self._let_go(wire.Left)
 
-    def _send_all(self) -> None:
-        for engine in self._engines.values():
+    def _send(self, sessions: Sequence[Session]) -> None:
+        for engine in [each for each in self._engines.values() if each.session in sessions]:
             peer = engine.scheduler
             if peer is not None and not peer.session.lost:
                 self._send_to(peer, engine.session.take_items(events=not peer.channel.waiting_bytes))

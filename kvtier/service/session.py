@@ -358,6 +358,18 @@ class Session:
         return self.leasing.held
 
     @property
+    def has_work(self) -> bool:
+        """True if there may be something to do for the engine in a step; all else of it waits for its next message."""
+        return bool(
+            self._items
+            or self._questions
+            or self._figures_due
+            or self.events
+            or self.leasing.has_work
+            or self.copying.has_work(self._wanted)
+        )
+
+    @property
     def rows_wanted(self) -> int:
         """Rows that the engine would like to be lent, and may be: none while a reservation of it lacks some."""
         if not self.serves or self.leasing.rows_wanted_back:

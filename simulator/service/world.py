@@ -73,7 +73,7 @@ class SimulatedServer:
         parts = StackParts(tiers, Namespace(plan.layout), settings=plan.settings)
         self.kept = KeptMemory(world.manager) if world.keeps else None  # type: ignore[arg-type]
         self.cpu.find_rows(world.manager.rows)
-        self.pool = Pool(parts, self.send_all, kept=self.kept)
+        self.pool = Pool(parts, self.send, kept=self.kept)
         self.pool.on_defect = self._on_defect
 
     async def open(self) -> None:
@@ -224,12 +224,15 @@ class SimulatedServer:
             self.pool.end_session(session, exited=True)
         self.check_bounds()
 
-    def send_all(self) -> None:
-        """Send what the sessions have, as the server does."""
+    def send(self, sessions: Sequence[Session]) -> None:
+        """Send what these sessions have, as the server does. The others have nothing."""
         if not self.alive:
             return
         self.check_bounds()
-        for engine in self.engines.values():
+        for session in self.pool.sessions.values():
+            if session not in sessions and (session.rows_wanted or session.take_items() or session.take_questions()):
+                self.world.oracle.violation(f"engine {session.number} has work and is left out")
+        for engine in [each for each in self.engines.values() if each.session in sessions]:
             for each in engine.connections:
                 if each.worker is None and each.session is engine.session:
                     each.end.send(engine.session.take_items())

@@ -48,8 +48,8 @@ class PoolWorld:
         self.pool = Pool(parts, self._send)
         self.engines: list[HandEngine] = []
 
-    def _send(self) -> None:
-        for engine in self.engines:
+    def _send(self, sessions: Sequence[Session]) -> None:
+        for engine in [each for each in self.engines if each.session in sessions]:
             engine.items += engine.session.take_items()
             engine.questions += engine.session.take_questions()
 
