@@ -13,6 +13,7 @@ from kvtier.config.load import parse_stack
 from kvtier.config.strict_yaml import read_text
 from kvtier.errors import ConfigError
 from kvtier.service.run import serve as serve_stack
+from kvtier.service.supervisor import supervise
 from kvtier.stack import StackStats
 
 
@@ -40,13 +41,22 @@ def _address(ctx: click.Context, param: click.Parameter, value: str | None) -> t
     callback=_address,
     help="Serve metrics on http://HOST:PORT/metrics; HOST is 127.0.0.1 when left out.",
 )
-def serve(stack: str, path: str | None, metrics: tuple[str, int] | None) -> None:
+@click.option(
+    "--keep-rows",
+    is_flag=True,
+    help="A parent process keeps the rows, and starts this one again after a crash, and at SIGHUP: for containers and "
+    "hosts without systemd.",
+)
+def serve(stack: str, path: str | None, metrics: tuple[str, int] | None, keep_rows: bool) -> None:
     """Serve STACK.yaml at a Unix socket, until SIGTERM or Ctrl-C; what is dirty is written back then.
 
     Engines of this user, or of those in `allow`, share its rows, disks and servers. The log goes to stderr.
     """
     text = read_text(stack)
     place = path or str(runtime_folder(parse_stack(text).runtime_dir) / f"{Path(stack).stem}.sock")
+    if keep_rows:
+        page_at = [] if metrics is None else ["--metrics", "[{}]:{}".format(*metrics)]
+        supervise(["serve", stack, "--socket", place, *page_at])
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
 
     def page(stats: Callable[[], StackStats]) -> AbstractContextManager[object]:
