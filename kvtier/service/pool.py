@@ -17,6 +17,7 @@ from kvtier.control.plane.control_plane import ControlPlane
 from kvtier.control.tiers.lower_tier import TierSpec
 from kvtier.errors import ConfigError, GeometryError, RootBusyError, UsageError
 from kvtier.service.figures import document_of, parts_of
+from kvtier.service.hint_quota import HintQuota
 from kvtier.service.kept_memory import KeptMemory, intact_rows
 from kvtier.service.leases import Copy
 from kvtier.service.lending import Lending
@@ -176,7 +177,8 @@ class Pool(TierStack):
         """A session for an engine that connects, which adds to these counts."""
         self._opened()
         self._last += 1
-        session = Session(self._last, self, EngineRequests(self, self._last), counts)
+        requests = EngineRequests(self, self._last, HintQuota(self, self._settings))
+        session = Session(self._last, self, requests, counts)
         self.sessions[session.number] = session
         return session
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import fields
 
 from kvtier.service import wire
+from kvtier.service.hint_quota import HintQuota
 from kvtier.service.wire import TEXT_CHARACTERS_MAX, Breach, Item
 from kvtier.stack.request import StackRequest
 from kvtier.stack.tier_stack import TierStack
@@ -27,9 +28,10 @@ Unpack = Callable[[wire.Keys], list[OffloadKey]]
 class EngineRequests:
     """The open requests of one engine; their ids begin with its `number`."""
 
-    def __init__(self, stack: TierStack, number: int) -> None:
+    def __init__(self, stack: TierStack, number: int, hints: HintQuota) -> None:
         self._stack = stack
         self._number = number
+        self._hints = hints
         self._open: dict[str, StackRequest] = {}
         self._parts: dict[tuple[str, bool], list[OffloadKey]] = {}
         self._parts_keys = 0
@@ -53,9 +55,20 @@ class EngineRequests:
             case _:
                 raise Breach(f"{type(item).__name__} is no item of a request")
 
-    def hint(self, item: wire.Hint, keys: list[OffloadKey]) -> HintResult:
-        """Follow a hint. Raises Breach, UsageError for one that is none."""
-        return self._stack.hint(_hint(item, keys))
+    def hint(self, item: wire.Hint, keys: list[OffloadKey], now: float) -> HintResult:
+        """Follow a hint, as far as the engine's quota goes. Raises Breach, UsageError for one that is none."""
+        hint, refusal = self._hints.take(_hint(item, keys), now)
+        left = len(keys) - len(getattr(hint, "keys", keys))
+        if keys and left == len(keys):  # a prefetch without keys is another hint
+            return HintResult(0, {refusal: left} if refusal else {})
+        result = self._stack.hint(hint)
+        if refusal is None:
+            return result
+        return HintResult(result.accepted, {**result.refused, refusal: result.refused.get(refusal, 0) + left})
+
+    def on_reset(self) -> None:
+        """Nothing of before is retained."""
+        self._hints.reset()
 
     def _begin(self, item: wire.Begin, unpack: Unpack) -> None:
         keys = self._join(item.request, False, item.more, unpack(item.keys))

@@ -214,7 +214,7 @@ class Session:
     def _hint(self, item: wire.Hint, now: float) -> None:
         keys = self._keys(item.keys)
         stopped = HintResult(0, {HintRefusal.STOPPED: len(keys)} if keys else {})
-        result = self._requests.hint(item, keys) if self.is_engine else stopped
+        result = self._requests.hint(item, keys, now) if self.is_engine else stopped
         if item.number:
             refused = {reason.value: count for reason, count in result.refused.items()}
             self._items.append(wire.Hinted(item.number, result.accepted, refused))
@@ -321,6 +321,7 @@ class Session:
         """Nothing stored before is reachable. The engine that reset has forgotten all; the others are sent `Void`."""
         if self.lost:
             return
+        self._requests.on_reset()
         if own:
             self.leasing.drop_all(now)
             self._weights.on_reset(self._loads_known)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from support_counts import full_alone
-from support_sessions import PAGE, names, pool_world
+from support_sessions import PAGE, HandEngine, names, pool_world
 
 from kvtier.errors import UsageError
 from kvtier.service import session, wire
@@ -589,6 +590,58 @@ async def test_requests_hints_and_speeds_reach_the_stack():
         engine.send(wire.Begin("q", Keys.of(names(1))))
         engine.lose()
         assert not uses._open
+
+
+async def hinted(engine: HandEngine, kind: str, *numbers: int, session: str = "s", seconds: float = 60.0) -> Any:
+    """A hint: (blocks that it is followed for, those refused by reason)."""
+    engine.number += 1
+    engine.send(wire.Hint(kind, Keys.of(names(*numbers)), session, seconds, engine.number))
+    await engine.world.turn()
+    (found,) = engine.take(wire.Hinted)
+    return found.accepted, found.refused
+
+
+async def test_one_of_two_engines_may_retain_its_part_and_what_it_had_before_stays():
+    async with pool_world(rows=64, retained_sets=4) as world:
+        first = await world.engine(rows=8)
+        for start in range(0, 24, 4):
+            await first.store(*range(start, start + 4))
+        assert await hinted(first, "pin", *range(8, 16)) == (8, {})
+        assert await hinted(first, "pin", *range(8, 18), session="s") == (10, {})
+        second = await world.engine()
+        assert await hinted(first, "pin", *range(8, 20)) == (10, {"over_quota": 2})
+        assert await hinted(second, "retain", *range(8), session="x") == (6, {"over_quota": 2}), "the bound of all"
+        assert await hinted(first, "release") == (10, {})
+        assert await hinted(second, "release", session="x") == (6, {})
+        assert await hinted(first, "pin", *range(12)) == (8, {"over_quota": 4})
+        assert await hinted(second, "pin", *range(12, 24)) == (8, {"over_quota": 4})
+        assert await hinted(second, "pin", *range(2), session="t") == (0, {"over_quota": 2})
+        assert await hinted(second, "pin", 0, session="u", seconds=1e-9) == (0, {"too_many": 1})
+        stats = world.pool.stats().hints
+        assert stats.refused["pin"]["over_quota"] == 2 + 4 + 4 + 2
+        assert stats.refused["pin"]["too_many"] == 1
+        first.lose()
+        first.exit()
+        assert await hinted(second, "release") == (16, {}), "the sets of both have one name"
+        assert await hinted(second, "pin", *range(4, 20), session="t") == (16, {}), "it is alone again"
+        await world.pool.reset()
+
+
+async def test_a_prefetch_leaves_room_in_the_queue_for_other_engines():
+    async with pool_world(rows=16, lower=64, prefetch_blocks=12) as world:
+        first = await world.engine(rows=2)
+        for number in range(40):
+            await first.store(number)
+        second = await world.engine()
+        table = world.pool.plane.control.cpu.directory
+        below = [number for number in range(40) if names(number)[0] not in table]
+        first.number += 1
+        first.send(wire.Hint("prefetch", Keys.of(names(*below[:10])), "s", 0.0, first.number))
+        second.send(wire.Hint("prefetch", Keys.of(names(*below[10:20])), "s", 0.0, first.number))
+        (one,), (other,) = first.take(wire.Hinted), second.take(wire.Hinted)
+        assert (one.accepted, one.refused) == (6, {"queue_full": 4})
+        assert other.accepted in (3, 4, 5, 6)
+        assert other.accepted + other.refused["queue_full"] == 10
 
 
 async def test_what_is_computed_sooner_than_loaded_is_not_reserved():
