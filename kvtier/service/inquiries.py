@@ -95,12 +95,13 @@ def status_of(pool: Pool | None) -> dict[str, Any]:
 
 
 def engines_of(pool: Pool | None, names: Mapping[Session, str]) -> dict[str, Any]:
-    """Each engine that is connected or may still copy: its rows that are lent, leased and in copies, and its state."""
+    """Each engine that is connected or may still copy: its namespace, its rows, and its state."""
     sessions = [] if pool is None else list(pool.sessions.values())[:ENGINES_SHOWN_MAX]
     listed = [
         {
             "number": session.number,
             "name": names.get(session, "")[:TEXT_SHOWN_MAX],
+            "namespace": "" if session.space is None else session.space.name[:TEXT_SHOWN_MAX],
             "state": _state(session),
             "shut": session.shut[:TEXT_SHOWN_MAX],
             "lent_rows": len(session.copying.lent),

@@ -12,10 +12,14 @@ NAMESPACES_MAX = 2
 
 
 class KeySpace:
-    """The keys of one namespace in the pool. `prefix` is before each of them; the first namespace has none."""
+    """The keys of one namespace in the pool. `prefix` is before each of them; the first namespace has none.
 
-    def __init__(self, prefix: bytes, others: set[bytes]) -> None:
+    `name` is for people.
+    """
+
+    def __init__(self, prefix: bytes, others: set[bytes], name: str = "") -> None:
         self.prefix = prefix
+        self.name = name
         self._others = others
         self.sessions = 0
 
@@ -54,7 +58,7 @@ class Namespaces:
             prefix = b"" if digest == self.first else digest
             if prefix:
                 self.prefixes.add(prefix)
-            space = self._spaces[digest] = KeySpace(prefix, self.prefixes)
+            space = self._spaces[digest] = KeySpace(prefix, self.prefixes, _name(namespace))
         space.sessions += 1
         return space
 
@@ -80,6 +84,6 @@ def with_first(
 
 
 def _name(namespace: Namespace) -> str:
-    """A namespace in a refusal."""
+    """A namespace for people: what it is of, and its digest."""
     parts = [part for part in (namespace.model, namespace.weights, namespace.tag) if part]
     return f"{' '.join(parts)[:200]} ({namespace.digest().hex()})"

@@ -295,7 +295,7 @@ class StackCore(ServesRequests):
             self._log.opened(control.cpu_spec)
             waits = assembled.joining is not None
             reason = "what its blocks belong to is not known yet" if waits else "its root is damaged"
-            self._watch.look(control.lowers, reason)
+            self._watch.look(control.lowers, reason, logging.INFO if waits else logging.WARNING)
         except BaseException:
             await shutdown.end_tiers(assembled, self._settings.tier_close_seconds)
             raise

@@ -155,7 +155,8 @@ class Joining:
             self.fault = error
             expected = isinstance(error, (OSError, KVTierError))
             names = self._lowers.names
-            logger.error("tiers %s are held back for good: %s", names, error, exc_info=not expected)  # noqa: TRY400
+            text = "tiers %s cannot be opened, and are held back until the stack closes: %s"
+            logger.error(text, names, error, exc_info=not expected)  # noqa: TRY400
 
     async def _hand_over(self) -> None:
         async with self._handing_over:

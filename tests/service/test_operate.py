@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from support_served import served
-from support_service import PAGE, TestEngine, stack_process, stack_text, until
+from support_service import NAMESPACE, PAGE, TestEngine, stack_process, stack_text, until
 
 from faults.machine import warm
 from kvtier.cli import main
@@ -58,6 +58,7 @@ def test_an_operator_sees_engines_and_rows_and_resets_them(tmp_path):
             listed = {engine["name"]: engine for engine in asked(path, "engines")["listed"]}
             assert {name: engine["state"] for name, engine in listed.items()} == {"one": "served", "two": "served"}
             assert listed["one"]["lent_rows"] == len(one.client.core._lent)
+            assert listed["one"]["namespace"] == f"test ({NAMESPACE.digest().hex()})"
             assert "served" in run("engines", path)
             shown = {row["engine"]: row for row in json.loads(run("top", path, "--once", "--json"))["engines"]}
             assert (shown["two"]["hit_share"], shown["one"]["hit_share"]) == (1.0, None)

@@ -110,14 +110,16 @@ class TierWatch:
         self._seen: dict[str, BreakerState] = {}
         self._written: dict[str, BreakerState] = {}
         self._down_since: dict[str, float] = {}
+        self._level = logging.WARNING
         self.due = True
         self.errors = 0
 
     def _failure(self) -> None:
         self.due = True
 
-    def look(self, lowers: Sequence[LowerTier], reason: str = "") -> None:
-        """Write what has changed. `reason` is why tiers are held back."""
+    def look(self, lowers: Sequence[LowerTier], reason: str = "", level: int = logging.WARNING) -> None:
+        """Write what has changed. `reason` is why tiers are held back, `level` how much that matters."""
+        self._level = level
         try:
             self._look_at_each(lowers, reason)
         except Exception:
@@ -151,7 +153,7 @@ class TierWatch:
         name = lower.name
         if state is BreakerState.HELD_BACK:
             more = {"reason": reason} if reason else {}
-            return self._log.tell("tier_held_back", name, logging.WARNING, tier=name, **more)
+            return self._log.tell("tier_held_back", name, self._level, tier=name, **more)
         if state is BreakerState.OPEN:
             return self._write_down(lower)
         if self._written.get(name) is not BreakerState.OPEN:

@@ -83,9 +83,9 @@ def engines(path: str, timeout: float, as_json: bool) -> None:
     """List the engines of a `kvtier serve`, with the rows that each holds."""
     found = _shown("engines", path, timeout, as_json)
     if found is not None:
-        columns = ("number", "name", "state", "lent_rows", "copy_rows", "held_rows")
+        columns = ("number", "name", "namespace", "state", "lent_rows", "copy_rows", "held_rows")
         cells = [[str(engine[column]) for column in columns] for engine in found["listed"]]
-        Console().print(table([column.replace("_", " ") for column in columns], cells, words=(1, 2)))
+        Console().print(table([column.replace("_", " ") for column in columns], cells, words=(1, 2, 3)))
 
 
 @click.command(short_help="Make all blocks of a stack process unreachable.")
