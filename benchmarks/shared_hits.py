@@ -264,12 +264,14 @@ async def _serve_at(work: Work, path: str, config: StackConfig, geometry: Geomet
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """What is tried: the source of requests, how many of them, and the grid. `served` requests are for a service."""
+    """What is tried: the source of requests, how many of them, and the grid without the first rows, which are
+    `skipped`. `served` requests are for a service."""
 
     source: dict[str, Any]
     replicas: Sequence[int]
     requests: int
     served: int
+    skipped: int = 0
     shares: Sequence[float] = SHARES
     policies: Sequence[str] = POLICIES
     served_policies: Sequence[str] = SERVED_POLICIES
@@ -291,10 +293,14 @@ def compare_all(course: Course, report: Report, json_file: Path | None) -> None:
     """The grid."""
     work = Work(ReplayOptions(requests=course.requests or None, **course.source))
     found: dict[str, dict[float, Any]] = {}
-    grid = product(course.replicas, ROUTES, (0, DISK_TIMES), course.policies, course.shares)
-    for replicas, routing, disk, policy, share in grid:
-        if replicas != AIM_REPLICAS and policy != course.policies[0]:
-            continue  # reported, with one policy
+    grid = [
+        (replicas, *rest, policy, share)
+        for replicas, *rest, policy, share in product(
+            course.replicas, ROUTES, (0, DISK_TIMES), course.policies, course.shares
+        )
+        if replicas == AIM_REPLICAS or policy == course.policies[0]  # others are reported, with one policy
+    ]
+    for replicas, routing, disk, policy, share in grid[course.skipped :]:
         rows = int(share * work.distinct)
         report.results.append(row := compare(work, Fleet(replicas, routing, policy, rows, disk * rows), share))
         click.echo(f"{row['what']}: {row['ratio']}", err=True)
@@ -310,17 +316,20 @@ def compare_all(course: Course, report: Report, json_file: Path | None) -> None:
 @click.option("--requests", default=0, show_default=True, help="Requests of the trace; 0 for all.")
 @click.option("--replicas", default="4,8", show_default=True, help="Numbers of replicas.")
 @click.option("--served-requests", default=600, show_default=True, help="Requests that a service serves; 0 for none.")
+@click.option("--skip", default=0, show_default=True, help="Rows of the grid that a run before has left.")
 @click.option("--quick", is_flag=True, help="A toy size: a generated workload, one share of rows, one policy.")
 @JSON_FILE
-def main(traces: str, requests: int, replicas: str, served_requests: int, quick: bool, json_file: Path | None) -> None:
+def main(
+    traces: str, requests: int, replicas: str, served_requests: int, skip: int, quick: bool, json_file: Path | None
+) -> None:
     """Count hits of replicas that share a stack, and of replicas that do not."""
-    settings = {"requests": requests, "replicas": replicas, "served_requests": served_requests}
+    settings = {"requests": requests, "replicas": replicas, "served_requests": served_requests, "skip": skip}
     report = Report("shared_hits", {**settings, "quick": quick, "disk_times": DISK_TIMES})
     report.head()
     trace = Path(traces) / "conversation.jsonl"
-    course = Course({"trace": trace}, [int(each) for each in replicas.split(",")], requests, served_requests)
+    course = Course({"trace": trace}, [int(each) for each in replicas.split(",")], requests, served_requests, skip)
     if quick:
-        course = Course({"workload": "chat"}, [AIM_REPLICAS], 60, 8, (0.2,), ("lru",), ("lru",), SERVED_SHARES[-1:])
+        course = Course({"workload": "chat"}, [AIM_REPLICAS], 60, 8, 0, (0.2,), ("lru",), ("lru",), SERVED_SHARES[-1:])
     elif not trace.exists():
         report.notes.append(f"trace conversation: {ABSENT} ({trace})")
         report.end(json_file)
