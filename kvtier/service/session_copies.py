@@ -9,7 +9,6 @@ from errno import ECANCELED
 from itertools import chain
 from typing import ClassVar, Literal
 
-from kvtier.aio.shielded_wait import shielded_wait
 from kvtier.errors import UsageError
 from kvtier.options import TierOptions
 from kvtier.tier.contract import LoadStore, Opened, TierContext
@@ -82,7 +81,10 @@ class FillEnds:
 
 
 class SessionCopies(LoadStore):
-    """Stands in for a worker's GPU tier: its jobs end when the workers of an engine have reported the copies."""
+    """Stands in for a worker's GPU tier: its jobs end when the workers of an engine have reported the copies.
+
+    A call waits in the task of the CPU tier's own, which nothing cancels but the end of the loop.
+    """
 
     medium: ClassVar[Medium] = GPU
     Options: ClassVar[type[TierOptions]] = SessionCopyOptions
@@ -102,7 +104,7 @@ class SessionCopies(LoadStore):
             for group in job.gpu_groups
             for fill in zip(group.rows.tolist(), group.generations.tolist(), strict=True)
         ]
-        errors = iter(await shielded_wait(asyncio.ensure_future(self._ends.wait(fills))))
+        errors = iter(await self._ends.wait(fills))
         outcomes = tuple(
             tuple(failed(error) if (error := next(errors)) else LOADED for _ in group.keys) for group in job.groups
         )
