@@ -1,8 +1,8 @@
 """A bound of what one engine of several may ask for by hints, so that none takes what the others may retain.
 
-While n engines are served, each may retain an nth of the bytes, sets and blocks that all may; it is counted in the
-blocks that its hints name, whether a tier has them or not, each once in a set. A prefetch takes at most an nth of the
-room that the queue has left. What was retained before another engine came stays.
+While n engines are served, each may retain an nth of the bytes, sets and blocks that all may, counted in the blocks
+that its hints name, each once in a set. Those that no tier has are left out again when there is no more room. A
+prefetch takes at most an nth of the room that the queue has left. What was retained before another engine came stays.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from kvtier.control.settings import StackSettings
 from kvtier.service.pool_state import PoolState
 from kvtier.types.hints import HintRefusal, KVHint, Pin, Prefetch, Release, Retain
 from kvtier.types.keys import OffloadKey, key_group
+
+RECOUNT_SECONDS = 1.0
+"""What the stack does not retain is left out at most once in this time: that looks at all blocks of the engine."""
 
 
 @dataclass(slots=True, eq=False)
@@ -34,6 +37,7 @@ class HintQuota:
         self._pool = pool
         self._settings = settings
         self._sets: dict[tuple[str, bool], NamedSet] = {}
+        self._recounted_at = -math.inf
 
     def take(self, hint: KVHint, now: float) -> tuple[KVHint, HintRefusal | None]:
         """The hint with as many of its blocks as the engine may name; why not all of them, if so."""
@@ -51,31 +55,64 @@ class HintQuota:
         return hint, None
 
     def _retain(self, hint: Retain | Pin, now: float) -> tuple[Retain | Pin, HintRefusal | None]:
-        control, share = self._pool.plane.control, max(1, self._pool.quotas.engines)
-        name = (hint.session, isinstance(hint, Pin))
-        one = self._sets.get(name)
-        if one is None:
-            if len(self._sets) >= self._settings.retained_sets // share:
-                return replace(hint, keys=()), HintRefusal.TOO_MANY
-            one = self._sets[name] = NamedSet()
+        name, alone = (hint.session, isinstance(hint, Pin)), self._pool.quotas.engines <= 1
+        one = self._sets.get(name) or NamedSet()
+        new = [key for key in dict.fromkeys(hint.keys) if key not in one.keys]
+        if not self._has_room(name, new) and now >= self._recounted_at + RECOUNT_SECONDS:
+            self._recounted_at = now
+            self._recount()
+        if name not in self._sets and len(self._sets) >= self._sets_max:
+            return (hint, None) if alone else (replace(hint, keys=()), HintRefusal.TOO_MANY)
+        self._sets[name] = one
         one.until = max(one.until, now + min(hint.seconds, self._settings.retain_time))
-        sets = self._sets.values()
-        bytes_left = sum(tier.retained.max_bytes for tier in control.owned_tiers) // share
-        bytes_left -= sum(each.num_bytes for each in sets)
-        blocks_left = CLAIMS_MAX // share - sum(len(each.keys) for each in sets)
-        taken, refusal = list[OffloadKey](), None
-        for key in hint.keys:
-            if key not in one.keys:
-                num_bytes = self._pool.geometry.aligned_bytes(key_group(key))
-                if num_bytes > bytes_left or blocks_left <= 0:
-                    refusal = HintRefusal.OVER_QUOTA if num_bytes > bytes_left else HintRefusal.TOO_MANY
-                    continue
-                one.keys[key] = None
-                one.num_bytes += num_bytes
-                bytes_left -= num_bytes
-                blocks_left -= 1
-            taken.append(key)
-        return replace(hint, keys=taken), refusal
+        refused = self._add(one, new)
+        if alone or not refused:  # one alone is bounded by the stack itself
+            return hint, None
+        return replace(hint, keys=[key for key in hint.keys if key not in refused]), next(iter(refused.values()))
+
+    @property
+    def _sets_max(self) -> int:
+        return self._settings.retained_sets // max(1, self._pool.quotas.engines)
+
+    def _has_room(self, name: tuple[str, bool], keys: Sequence[OffloadKey]) -> bool:
+        """True if these blocks of a set may all be counted."""
+        bytes_left, blocks_left = self._left()
+        if name not in self._sets and len(self._sets) >= self._sets_max:
+            return False
+        return sum(map(self._num_bytes, keys)) <= bytes_left and len(keys) <= blocks_left
+
+    def _add(self, one: NamedSet, keys: Sequence[OffloadKey]) -> dict[OffloadKey, HintRefusal]:
+        """Count blocks of a set as far as the quota goes; why the others are not."""
+        bytes_left, blocks_left = self._left()
+        refused: dict[OffloadKey, HintRefusal] = {}
+        for key in keys:
+            num_bytes = self._num_bytes(key)
+            if num_bytes > bytes_left or blocks_left <= 0:
+                refused[key] = HintRefusal.OVER_QUOTA if num_bytes > bytes_left else HintRefusal.TOO_MANY
+                continue
+            one.keys[key] = None
+            one.num_bytes += num_bytes
+            bytes_left -= num_bytes
+            blocks_left -= 1
+        return refused
+
+    def _recount(self) -> None:
+        """Leave out what the stack does not retain, also what waits in its queue of hints, which is bounded."""
+        retention = self._pool.plane.hints.retention
+        for one in self._sets.values():
+            one.keys = {key: None for key in one.keys if key in retention}
+            one.num_bytes = sum(map(self._num_bytes, one.keys))
+        self._sets = {name: each for name, each in self._sets.items() if each.keys}
+
+    def _left(self) -> tuple[int, int]:
+        """(bytes, blocks) that the engine may yet name."""
+        share, sets = max(1, self._pool.quotas.engines), self._sets.values()
+        most = sum(tier.retained.max_bytes for tier in self._pool.plane.control.owned_tiers)
+        num_bytes, blocks = sum(each.num_bytes for each in sets), sum(len(each.keys) for each in sets)
+        return most // share - num_bytes, CLAIMS_MAX // share - blocks
+
+    def _num_bytes(self, key: OffloadKey) -> int:
+        return self._pool.geometry.aligned_bytes(key_group(key))
 
     def _prefetch(self, hint: Prefetch) -> tuple[Prefetch, HintRefusal | None]:
         plane, engines = self._pool.plane, self._pool.quotas.engines

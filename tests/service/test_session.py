@@ -627,6 +627,21 @@ async def test_one_of_two_engines_may_retain_its_part_and_what_it_had_before_sta
         await world.pool.reset()
 
 
+async def test_blocks_that_no_tier_has_take_nothing_of_a_quota():
+    async with pool_world(rows=64, retained_sets=4) as world:
+        first = await world.engine(rows=8)
+        await first.store(*range(8))
+        for number in range(8):
+            some = range(100 + 8 * number, 108 + 8 * number)
+            assert await hinted(first, "pin", *some, session=str(number)) == (0, {"not_found": 8})
+        assert await hinted(first, "pin", *range(4), session="s") == (4, {})
+        second = await world.engine()
+        for number in range(2):
+            some = range(100 + 4 * number, 104 + 4 * number)
+            assert await hinted(second, "pin", *some, session=str(number)) == (0, {"not_found": 4})
+        assert await hinted(second, "pin", *range(4, 8), session="t") == (4, {})
+
+
 async def test_a_prefetch_leaves_room_in_the_queue_for_other_engines():
     async with pool_world(rows=16, lower=64, prefetch_blocks=12) as world:
         first = await world.engine(rows=2)

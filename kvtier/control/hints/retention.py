@@ -68,6 +68,9 @@ class Retention:
         keys = [each.keys for pinned in (False, True) if (each := self._sets.get((session, pinned))) is not None]
         return list(dict.fromkeys(chain.from_iterable(islice(each, most) for each in keys)))
 
+    def __contains__(self, key: OffloadKey) -> bool:
+        return key in self._blocks
+
     def is_pinned(self, key: OffloadKey) -> bool:
         """True if a set pins this block."""
         block = self._blocks.get(key)
