@@ -155,8 +155,7 @@ class Joining:
             self.fault = error
             expected = isinstance(error, (OSError, KVTierError))
             names = self._lowers.names
-            text = "tiers %s cannot be opened, and are held back until the stack closes: %s"
-            logger.error(text, names, error, exc_info=not expected)  # noqa: TRY400
+            logger.error("tiers %s do not open, and are held back: %s", names, error, exc_info=not expected)  # noqa: TRY400
 
     async def _hand_over(self) -> None:
         async with self._handing_over:
