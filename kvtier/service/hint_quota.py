@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from kvtier.control.hints.retention import CLAIMS_MAX
+from kvtier.control.hints.retention import CLAIMS_MAX, RetainedSet
 from kvtier.control.settings import StackSettings
 from kvtier.service.pool_state import PoolState
 from kvtier.types.hints import HintRefusal, KVHint, Pin, Prefetch, Release, Retain
@@ -22,11 +22,9 @@ RECOUNT_SECONDS = 1.0
 
 
 @dataclass(slots=True, eq=False)
-class NamedSet:
+class NamedSet(RetainedSet):
     """The blocks that an engine has a session retain, or pin, until a time, and their bytes in rows."""
 
-    until: float = -math.inf
-    keys: dict[OffloadKey, None] = field(default_factory=dict)
     num_bytes: int = 0
 
 
@@ -56,16 +54,16 @@ class HintQuota:
 
     def _retain(self, hint: Retain | Pin, now: float) -> tuple[Retain | Pin, HintRefusal | None]:
         name, alone = (hint.session, isinstance(hint, Pin)), self._pool.quotas.engines <= 1
-        one = self._sets.get(name) or NamedSet()
-        new = [key for key in dict.fromkeys(hint.keys) if key not in one.keys]
-        if not self._has_room(name, new) and now >= self._recounted_at + RECOUNT_SECONDS:
+        if now >= self._recounted_at + RECOUNT_SECONDS and not self._has_room(name, hint.keys):
             self._recounted_at = now
             self._recount()
-        if name not in self._sets and len(self._sets) >= self._sets_max:
-            return (hint, None) if alone else (replace(hint, keys=()), HintRefusal.TOO_MANY)
-        self._sets[name] = one
+        one = self._sets.get(name)
+        if one is None:
+            if len(self._sets) >= self._sets_max:
+                return (hint, None) if alone else (replace(hint, keys=()), HintRefusal.TOO_MANY)
+            one = self._sets[name] = NamedSet()
         one.until = max(one.until, now + min(hint.seconds, self._settings.retain_time))
-        refused = self._add(one, new)
+        refused = self._add(one, hint.keys)
         if alone or not refused:  # one alone is bounded by the stack itself
             return hint, None
         return replace(hint, keys=[key for key in hint.keys if key not in refused]), next(iter(refused.values()))
@@ -76,16 +74,19 @@ class HintQuota:
 
     def _has_room(self, name: tuple[str, bool], keys: Sequence[OffloadKey]) -> bool:
         """True if these blocks of a set may all be counted."""
-        bytes_left, blocks_left = self._left()
-        if name not in self._sets and len(self._sets) >= self._sets_max:
+        one, (bytes_left, blocks_left) = self._sets.get(name), self._left()
+        if one is None and len(self._sets) >= self._sets_max:
             return False
-        return sum(map(self._num_bytes, keys)) <= bytes_left and len(keys) <= blocks_left
+        new = [key for key in dict.fromkeys(keys) if one is None or key not in one.keys]
+        return sum(map(self._num_bytes, new)) <= bytes_left and len(new) <= blocks_left
 
     def _add(self, one: NamedSet, keys: Sequence[OffloadKey]) -> dict[OffloadKey, HintRefusal]:
         """Count blocks of a set as far as the quota goes; why the others are not."""
         bytes_left, blocks_left = self._left()
         refused: dict[OffloadKey, HintRefusal] = {}
         for key in keys:
+            if key in one.keys:
+                continue
             num_bytes = self._num_bytes(key)
             if num_bytes > bytes_left or blocks_left <= 0:
                 refused[key] = HintRefusal.OVER_QUOTA if num_bytes > bytes_left else HintRefusal.TOO_MANY

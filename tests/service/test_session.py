@@ -642,6 +642,15 @@ async def test_blocks_that_no_tier_has_take_nothing_of_a_quota():
         assert await hinted(second, "pin", *range(4, 8), session="t") == (4, {})
 
 
+async def test_blocks_that_were_named_before_they_were_stored_count_once_they_are():
+    async with pool_world(rows=64) as world:
+        first, second = await world.engine(rows=8), await world.engine()
+        assert await hinted(second, "pin", *range(8)) == (0, {"not_found": 8})
+        for start in range(0, 16, 4):
+            await first.store(*range(start, start + 4))
+        assert await hinted(second, "pin", *range(10)) == (8, {"over_quota": 2})
+
+
 async def test_a_prefetch_leaves_room_in_the_queue_for_other_engines():
     async with pool_world(rows=16, lower=64, prefetch_blocks=12) as world:
         first = await world.engine(rows=2)
