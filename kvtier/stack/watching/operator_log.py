@@ -110,7 +110,6 @@ class TierWatch:
         self._seen: dict[str, BreakerState] = {}
         self._written: dict[str, BreakerState] = {}
         self._down_since: dict[str, float] = {}
-        self._level = logging.WARNING
         self.due = True
         self.errors = 0
 
@@ -119,24 +118,23 @@ class TierWatch:
 
     def look(self, lowers: Sequence[LowerTier], reason: str = "", level: int = logging.WARNING) -> None:
         """Write what has changed. `reason` is why tiers are held back, `level` how much that matters."""
-        self._level = level
         try:
-            self._look_at_each(lowers, reason)
+            self._look_at_each(lowers, reason, level)
         except Exception:
             self.errors += 1
             logger.exception("the state of the tiers could not be logged")
 
-    def _look_at_each(self, lowers: Sequence[LowerTier], reason: str) -> None:
+    def _look_at_each(self, lowers: Sequence[LowerTier], reason: str, level: int) -> None:
         self.due = False
         for lower in lowers:
             for breaker in lower.breakers.values():
                 breaker.after_failure = self._failure
             state = lower.health
-            self._look(lower, state, reason)
+            self._look(lower, state, reason, level)
             if not (state is self._written.get(lower.name) is BreakerState.CLOSED):
                 self.due = True
 
-    def _look(self, lower: LowerTier, state: BreakerState, reason: str) -> None:
+    def _look(self, lower: LowerTier, state: BreakerState, reason: str, level: int) -> None:
         if state is BreakerState.HALF_OPEN:
             return
         seen_before, self._seen[lower.name] = self._seen.get(lower.name), state
@@ -146,14 +144,14 @@ class TierWatch:
             return
         if state is seen_before and not self._log.has_room(lower.name):
             return  # it was left out, and counts once
-        if self._write(lower, state, reason):
+        if self._write(lower, state, reason, level):
             self._written[lower.name] = state
 
-    def _write(self, lower: LowerTier, state: BreakerState, reason: str) -> bool:
+    def _write(self, lower: LowerTier, state: BreakerState, reason: str, level: int) -> bool:
         name = lower.name
         if state is BreakerState.HELD_BACK:
             more = {"reason": reason} if reason else {}
-            return self._log.tell("tier_held_back", name, self._level, tier=name, **more)
+            return self._log.tell("tier_held_back", name, level, tier=name, **more)
         if state is BreakerState.OPEN:
             return self._write_down(lower)
         if self._written.get(name) is not BreakerState.OPEN:
