@@ -91,6 +91,7 @@ def test_a_benchmark_without_a_toy_size_says_how_it_is_used(name: str) -> None:
     command = [sys.executable, "-m", f"benchmarks.{name}", "--help"]
     done = warm.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "--quick" not in done.stdout, "it has a toy size, which is to be run"
     assert f"python -m benchmarks.{name}" in SOURCES[name]
 
 

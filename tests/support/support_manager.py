@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
-import socket
+import select
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 from support_service import SECONDS, until
 
 from faults.machine import warm
 from kvtier.service.channel import is_listening
+from kvtier.service.supervisor import Notices
 
 START = """
 import os, sys
@@ -35,28 +37,26 @@ class Manager:
     """
 
     def __init__(self, stack: Path, path: str) -> None:
-        self.kept: dict[str, int] = {}
+        self._notices = Notices()
         self.said: list[str] = []
         self.process: subprocess.Popen[str] | None = None
         self._stack, self._path = stack, path
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._address = f"{path}.notify"
-        self._socket.bind(self._address)
+        self._started = 0
+        self._ends = threading.Event()
         self._thread = threading.Thread(target=self._listen, daemon=True)
         self._thread.start()
 
+    @property
+    def kept(self) -> dict[str, int]:
+        """What is kept, as `Supervisor` does."""
+        return self._notices.kept
+
     def _listen(self) -> None:
-        while True:
-            data, found, _, _ = socket.recv_fds(self._socket, 4096, 4)
-            if not data:
-                return
-            fields = dict(line.split("=", 1) for line in data.decode().splitlines())
-            if fields.pop("FDSTOREREMOVE", "") == "1" and (fd := self.kept.pop(fields["FDNAME"], -1)) >= 0:
-                os.close(fd)
-            elif "FDSTORE" in fields:
-                (self.kept[fields["FDNAME"]],) = found
-            else:
-                self.said += [f"{name}={value}" for name, value in fields.items()]
+        while not self._ends.is_set():
+            if not self._started:
+                time.sleep(0.001)
+            elif select.select([self._notices], [], [], 0.01)[0]:
+                self.said += [f"{name}={value}" for name, value in self._notices.receive(self._started).items()]
 
     def start(self, **environment: str) -> None:
         """Start the service with what is kept, and wait until it listens."""
@@ -64,10 +64,11 @@ class Manager:
         variables = {"LISTEN_FDS": str(len(kept)), "LISTEN_FDNAMES": ":".join(kept)} if kept else {}
         descriptors = ",".join(map(str, kept.values()))
         command = [sys.executable, "-c", START, descriptors, "serve", str(self._stack), "--socket", self._path]
-        env = {**os.environ, "NOTIFY_SOCKET": self._address, **variables, **environment}
+        env = {**os.environ, "NOTIFY_SOCKET": self._notices.address, **variables, **environment}
         fds = tuple(kept.values())
-        self.process = warm.Popen(command, env=env, pass_fds=fds, stderr=subprocess.PIPE, text=True)
-        process = self.process
+        self._started = 0  # the next one's notices wait until it is known which process it is
+        self.process = process = warm.Popen(command, env=env, pass_fds=fds, stderr=subprocess.PIPE, text=True)
+        self._started = process.pid
         until(lambda: is_listening(self._path) or process.poll() is not None, f"{self._path} listens")
         assert process.poll() is None, process.communicate()
 
@@ -76,6 +77,7 @@ class Manager:
         assert self.process is not None
         os.kill(self.process.pid, number)
         _, errors = self.process.communicate(timeout=SECONDS)
+        until(lambda: not select.select([self._notices], [], [], 0)[0], "its last notices are read")
         self.process = None
         return errors
 
@@ -93,8 +95,6 @@ class Manager:
         if self.process is not None:
             self.process.kill()
             self.process.communicate()
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
-            sock.sendto(b"", self._address)
+        self._ends.set()
         self._thread.join(SECONDS)
-        self._socket.close()
-        self.drop()
+        self._notices.close()
