@@ -53,7 +53,8 @@ class ServiceOracle:
         self.trace: list[tuple[float, str]] = []
         self.violations: list[str] = []
         self.covered: Counter[str] = Counter()
-        self.fills: list[FillRecord] = []
+        self.fills = [FillRecord(0, "", -1, (), False)]
+        """By number. The first has no key: a row that nobody has filled yet begins with zeros."""
         self.resets = 0
 
     def note(self, text: str) -> None:
