@@ -122,8 +122,8 @@ class StackClient(EngineClient):
 
     @property
     def _rests(self) -> bool:
-        """Beside lookups that name no request there is none, and no job."""
-        return self._transfers is None or (self.core.num_requests == 1 and not self._transfers.in_flight)
+        """Beside lookups that name no request there is none, and no store: a load alone needs no row ahead."""
+        return self._transfers is None or not self._transfers.stores_soon(self.core.num_requests - 1)
 
     @property
     def has_pending_work(self) -> bool:

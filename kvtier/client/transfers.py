@@ -174,6 +174,11 @@ class Transfers:
         """Copies in flight."""
         return len(self._parts) + len(self._whole)
 
+    def stores_soon(self, num_requests: int) -> bool:
+        """True while a store has not ended, or one of so many requests is none of a load's window."""
+        stores = any(not whole.rows for whole in self._whole.values())
+        return stores or num_requests > len(self._windows) or any(not each.loads for each in self._open.values())
+
     def has(self, job_id: JobId) -> bool:
         """True if a job of this number has not ended."""
         return job_id in self._whole or job_id in self._open

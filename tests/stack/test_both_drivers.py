@@ -240,6 +240,9 @@ def test_an_engine_without_requests_and_jobs_has_no_row_ahead(tmp_path):
         job = stack.submit_store(chain[:4], gpu_blocks=range(4))
         assert statuses(run_jobs(stack, job)[job]) == ["stored"] * 4
         until(lambda: not lent(), "the rows are given back without another step")
+        job, seen = stack.submit_load(chain[:4], gpu_blocks=range(4)), set[int]()
+        until(lambda: [seen.add(lent()), job in {each.job_id for each in stack.step()}][1], "the blocks are loaded")
+        assert seen == {0}, "a load alone needs no row ahead"
         with stack.request(RequestId("r"), chain):
             stack.step()
             until(lent, "rows are lent ahead of a store")
