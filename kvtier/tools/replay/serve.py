@@ -389,12 +389,15 @@ class ReplayLoop:
         self.counts.dropped += len(statuses) - stored - statuses.count(BlockStatus.PRESENT)
 
     def _touched(self, work: ActiveRequest) -> list[OffloadKey]:
-        """The offload keys the request used, in prefix order, the groups side by side."""
+        """The offload keys that the request used and the stack had, in prefix order, the groups side by side.
+
+        What it has stored itself was used once: to `arc` a second use would be that of another request.
+        """
         used = [
             (row, group)
             for group, table in enumerate(work.tables)
             for row in distinct(np.flatnonzero(table != NO_BLOCK) // self._factor).tolist()
-            if row < len(work.offload[group])
+            if row < len(work.offload[group]) and work.where[group][row] is not None
         ]
         return [work.offload[group][row] for row, group in sorted(used)]
 

@@ -253,8 +253,9 @@ class PolicyReplay:
             absent = [key for key in absent if key not in left_out]
         room = self._num_blocks - (len(slots) - slots.count(None))
         tier.commit(tier.reserve(absent[:room])[::-1])
-        if self._uses is None:
-            found = map(tier.directory.get, reversed(keys))
+        if self._uses is None:  # what was there: to `arc` two uses would be those of two requests
+            there = [key for key, slot in zip(keys, slots, strict=True) if slot is not None]
+            found = map(tier.directory.get, reversed(there))
             tier.touch([slot for slot in found if slot is not None and tier.table.state[slot] == READY])
         tier.take_changes()
         return hits
