@@ -11,8 +11,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from kvtier.cli.terminal import table
+from kvtier.config.access import UserAccess
 from kvtier.config.layout import DEFAULT_LAYOUT, read_layout
-from kvtier.config.load import build_tiers, load_stack, stack_schema
+from kvtier.config.load import StackConfig, build_tiers, load_stack, stack_schema
 from kvtier.config.plan import GroupPlan, StackPlan, TierPlan, plan_stack
 from kvtier.config.problems import raise_all
 from kvtier.errors import ConfigError, ResourceError, UsageError
@@ -68,12 +69,22 @@ def _plan(stack: str, layout: str, world_size: int | None, factor: int | None, p
     kv_layout = read_layout(layout).layout(world_size, factor or config.block_size_factor)
     tiers = build_tiers(config, backends)
     alignments, problems, hung = asyncio.run(_probe(tiers)) if probe else (None, [], True)
+    problems += _users(config) if probe else []
     # With a device that does not answer, a dry run would not answer either.
     plan, found = plan_stack(tiers, kv_layout, alignments, probe=not hung)
     # The dry run names the bad place. The failed probe of the same tier would repeat it.
     named = {problem.path.partition(".")[0] for problem in found}
     raise_all([problem for problem in problems if problem.path not in named] + found)
     return plan
+
+
+def _users(config: StackConfig) -> list[ConfigError]:
+    """The names in the file that no user or group of this host has, the first of them."""
+    try:
+        UserAccess(config.allow, config.group)
+    except ConfigError as error:
+        return [error]
+    return []
 
 
 async def _probe(tiers: Sequence[LoadStore]) -> tuple[list[int], list[ConfigError], bool]:

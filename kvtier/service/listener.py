@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kvtier.config.access import UserAccess
 from kvtier.errors import ConfigError
-from kvtier.service.access import UserAccess
 from kvtier.stack.watching.socket_file import SocketFile
 
 CONNECTIONS_MAX = 1024

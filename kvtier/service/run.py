@@ -13,8 +13,8 @@ from typing import Any
 
 from kvtier.aio.process_lock import locked_file
 from kvtier.config import parse_stack, stack_parts
+from kvtier.config.access import UserAccess
 from kvtier.config.load import StackConfig
-from kvtier.service.access import UserAccess
 from kvtier.service.channel import start_lock
 from kvtier.service.crash_file import CrashFile
 from kvtier.service.earlier_ranks import adopt_ranks

@@ -13,9 +13,9 @@ from dataclasses import replace
 from typing import Any
 
 from kvtier.aio.shielded_wait import shielded_wait
+from kvtier.config.access import UserAccess
 from kvtier.errors import ConfigError, GeometryError, KVTierError, ResourceError, UsageError
 from kvtier.service import wire
-from kvtier.service.access import UserAccess
 from kvtier.service.channel import Channel, receive_greeting, send_greeting
 from kvtier.service.connected import Engine, Peer
 from kvtier.service.crash_file import CrashFile

@@ -11,8 +11,8 @@ import pytest
 from support_service import TestEngine, stack_process, stack_text
 
 from faults.machine import warm
+from kvtier.config.access import UNMAPPED, UserAccess
 from kvtier.errors import ConfigError
-from kvtier.service.access import UNMAPPED, UserAccess
 
 USER, GROUP = 54321, 43210
 ENGINE = """

@@ -158,6 +158,12 @@ def test_several_mistakes_are_several_lines(stack: Path) -> None:
     assert [line.split(": ")[1] for line in found] == ["spare", "more", "tiers[1].cpu_bytes_to_use"]
 
 
+def test_a_user_that_this_host_lacks_is_named(stack: Path, tmp_path: Path) -> None:
+    write(stack, f"{disk(tmp_path)}\nallow: [no-such-user]")
+    assert errors(stack) == ["error: allow: there is no user 'no-such-user' on this host"]
+    assert check(stack, "--no-probe").exit_code == 0
+
+
 def test_a_missing_folder_says_which_and_what_to_do(stack: Path, tmp_path: Path) -> None:
     root = tmp_path / "no" / "such" / "folder"
     (line,) = errors(write(stack, disk(root)))
