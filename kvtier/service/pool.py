@@ -124,7 +124,9 @@ class Pool(TierStack):
 
     def _has_leases(self) -> bool:
         """True if rows will come back that nothing here may take."""
-        return self._verifying is not None or any(each.will_return_rows for each in self.sessions.values())
+        if self._verifying is not None or (self._audit is not None and self._audit.taken):
+            return True
+        return any(each.will_return_rows for each in self.sessions.values())
 
     async def close(self) -> None:
         """Close, as a stack. Nothing joins any more."""

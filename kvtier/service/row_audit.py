@@ -26,6 +26,8 @@ from kvtier.types.keys import key_group
 PAUSE_SECONDS = 1.0
 BYTES_AT_ONCE = 32 << 20
 """Bytes between two pauses, so that it takes about a hundredth of a processor."""
+SHARE = 8
+"""Part of the rows that are taken at once at most: nothing can have those meanwhile."""
 LEASED_AT_ONCE = 64
 """Leased rows among them, which come first."""
 SCANNED_AT_ONCE = 1 << 16
@@ -69,13 +71,14 @@ class RowAudit:
     def take(self, leased: Iterable[int]) -> None:
         """Take the rows that are next."""
         table, taken, size = self._control.cpu.table, dict[int, AuditedRow](), 0
+        most = max(1, len(table) // SHARE)
         for row in chain(islice(leased, LEASED_AT_ONCE), self._next_rows()):
             key = table.keys[row]
             if table.state[row] != READY or key is None or row in taken:
                 continue
             taken[row] = AuditedRow(row, table.generation[row], self._geometry.aligned_bytes(key_group(key)))
             size += taken[row].nbytes
-            if size >= BYTES_AT_ONCE:
+            if size >= BYTES_AT_ONCE or len(taken) >= most:
                 break
         self._control.cpu.pin(list(taken))
         self.taken = list(taken.values())
@@ -93,7 +96,8 @@ class RowAudit:
     def end(self, intact: Iterable[bool]) -> None:
         """Drop rows that are not intact."""
         control = self._control
-        for audited, ok in zip(self.taken, intact, strict=True):
+        taken, self.taken = self.taken, []
+        for audited, ok in zip(taken, intact, strict=True):
             control.cpu.unpin((audited.row,))
             if ok or not control.cpu.has(audited.row, audited.generation):
                 continue

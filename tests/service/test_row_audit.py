@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,9 +12,10 @@ from support_service import PAGE, TestEngine, block_keys, stack_text, until
 
 from kvtier.control.tiers.slot_table import READY
 from kvtier.service import row_audit
-from kvtier.tier.contract import LookupResult
+from kvtier.tier.contract import LookupResult, Rows
 from kvtier.types.jobs import JobKind
 
+ROWS = 16
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
 
 
@@ -91,6 +93,33 @@ def test_a_changed_row_that_is_leased_stays_until_its_lease_ends(service: Served
         engine.step()
         until(lambda: "QUARANTINED" not in service.rows(), "it is free")
         assert engine.look(range(2)) == [MISS, HIT]
+
+
+def test_a_reservation_waits_for_rows_that_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_audit, "PAUSE_SECONDS", 0.01)
+    compares, goes_on = threading.Event(), threading.Event()
+    compare = row_audit.RowAudit.compare
+
+    def compared(audit: row_audit.RowAudit, rows: Rows) -> list[bool]:
+        if len(audit.taken) == ROWS // row_audit.SHARE:
+            compares.set()
+            assert goes_on.wait(30.0)
+        return compare(audit, rows)
+
+    with served(tmp_path, stack_text(ROWS, tmp_path / "root")) as service, TestEngine(service.path) as engine:
+        for first in range(0, 2 * ROWS, 2):
+            assert engine.store(range(first, first + 2)) == ["stored"] * 2
+            until(lambda: service.server.stats().backlog == 0, "they are on disk")
+        monkeypatch.setattr(row_audit.RowAudit, "compare", compared)
+        service.run(service.server.pool.begin_audit)
+        until(compares.is_set, "rows are compared")
+        request = engine.client.request("r")
+        engine.client.reserve(request, block_keys(ROWS - 1))
+        until(lambda: [engine.step(), service.server.stats().tiers["fs"].loaded][1], "some are loaded")
+        assert not request.served
+        goes_on.set()
+        engine.step_until(lambda: request.served, "a reservation is served")
+        assert len(request.leased) == ROWS - 1
 
 
 def test_rows_that_a_disk_has_filled_since_are_held_against_nobody(
