@@ -83,7 +83,10 @@ class Reservation(RowRequest):
         else:
             if position:
                 self.brought[self.keys[index]] = position
-            self._hold({index: row})
+            self.owner.control.cpu.pin((row,))
+            self.rows[index] = row
+            self.state[index] = KeyState.LEASED
+            self.open -= 1
 
     def _hold(self, ready: dict[int, int]) -> None:
         self.owner.control.cpu.pin(list(ready.values()))

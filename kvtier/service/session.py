@@ -444,8 +444,9 @@ class Session:
     def _keys(self, packed: wire.Keys) -> list[OffloadKey]:
         """Keys of an item, as the pool has them. Raises Breach, WireError."""
         keys = packed.unpack()
-        groups = self._host.geometry.num_groups
-        if len(keys) > wire.ITEM_KEYS_MAX or any(len(key) <= GROUP_BYTES or key_group(key) >= groups for key in keys):
+        least = min(map(len, keys), default=GROUP_BYTES + 1)
+        most = max(map(key_group, keys), default=0)
+        if len(keys) > wire.ITEM_KEYS_MAX or least <= GROUP_BYTES or most >= self._host.geometry.num_groups:
             raise Breach("too many keys, or one of a group that the layout does not have")
         return self.space.to_pool(keys) if self.space is not None else keys
 

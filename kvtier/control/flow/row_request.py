@@ -93,7 +93,8 @@ class RowRequest(FillWaiter):
             else:
                 self.promotions.control.wait_for_fill(row, self, index)
                 self._wait(index)
-        self._hold(ready)
+        if ready:
+            self._hold(ready)
         self.walked = True
         self.todo.extendleft(reversed(skipped))
         return list(requests.values())
