@@ -94,7 +94,7 @@ def kill_engines(
     stack = stack_text(ROWS, tmp_path / "root")
     with served(tmp_path, stack) as service, TestEngine(service.path) as witness:
         with victims(service.path, tmp_path) as found:
-            for number in range(2 * strikes):
+            for number in range(5 * strikes):
                 if number >= strikes and 2 * opens["strikes with something open"] >= strikes:
                     break  # of few strikes more than half may find nothing open
                 found.begin(rng.randrange(1 << 30), kind := rng.choice(kinds))

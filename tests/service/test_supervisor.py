@@ -22,7 +22,7 @@ import asyncio, logging, sys
 from kvtier.service.supervisor import Supervisor
 from kvtier.tools.commands import serve
 logging.basicConfig()
-serve.supervise = lambda words: sys.exit(asyncio.run(Supervisor(words, 1.0).run()))
+serve.supervise = lambda words: sys.exit(asyncio.run(Supervisor(words, 3.0).run()))
 """
 
 
@@ -89,7 +89,7 @@ def test_a_process_that_hangs_is_ended_and_started_again(short_folder: str, tmp_
         os.kill(served, signal.SIGSTOP)
         until(lambda: not is_alive(served), "it is ended")
         found.wait_served_again()
-        assert "did not run for 1 s" in found.end(signal.SIGTERM)
+        assert "did not run for 3 s" in found.end(signal.SIGTERM)
 
 
 def test_it_ends_with_its_supervisor(short_folder: str, tmp_path: Path) -> None:

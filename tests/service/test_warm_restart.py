@@ -307,7 +307,9 @@ def test_a_service_killed_under_four_engines_serves_its_rows_again(
             each.begin(rng.randrange(1 << 30), "engine", stays=True)
         for each in found:
             until(lambda each=each: each.pid, "the victim serves")
-        for _ in range(kills):
+        for number in range(5 * kills):
+            if number >= kills and opens["something open"] >= kills // 2:
+                break  # of few strikes more than half may find nothing open
             until(lambda: num_workers(manager) == 1 + len(found), "all are ready, and none of before is waited for")
             time.sleep(rng.random() * 0.3)
             end = time.monotonic() + 2.0
@@ -336,7 +338,8 @@ def test_a_service_killed_under_four_engines_serves_its_rows_again(
         assert witness.load(range(2000, 2016)) == ["hit"] * 16
     with capsys.disabled():
         print(
-            f"\n{kills} kills, {opens['something open']} with something open; blocks that were in rows: {dict(counts)}"
+            f"\n{len(took)} kills, {opens['something open']} with something open; "
+            f"blocks that were in rows: {dict(counts)}"
         )
         print(f"joined {statistics.median(took):.2f} s after it listened, {max(took):.2f} s at most")
     assert opens["something open"] >= kills // 2
