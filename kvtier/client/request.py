@@ -101,12 +101,12 @@ class ClientRequest:
         """End the request and its leases. `arrived` is a time of `time.monotonic`. Idempotent."""
         if self.ended:
             return
-        if self._begun or prompt:
+        if self._begun or prompt is not None:
             self._core.end(self, drops=False)
             age = 0.0 if arrived is None else max(0.0, time.monotonic() - arrived)
             for first, part in split(prompt) if prompt else [(0, ())]:
                 more = prompt is not None and first + len(part) < len(prompt)
-                named = Keys.of(part) if part else None
+                named = None if prompt is None else Keys.of(part)
                 self._core.say(wire.End(self.id, input_tokens, output_tokens, named, age, more))
         else:
             self._core.end(self)

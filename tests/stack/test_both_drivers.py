@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support_driver import FACES, Face, ServedStack, drain
+from support_driver import FACES, Face, ServedStack, both_drivers, drain
 from support_following import FollowingLRU, Notes
 from support_service import until
 from support_stack import PAGE, PLAIN, Engine, fs, keys, parts_of, run_jobs, stack_file, statuses, whole
@@ -145,6 +145,18 @@ def test_the_recorder_is_given_the_same_requests(tmp_path, seed):
         recorded.append([(line.hash_ids, line.input_length, line.output_length) for line in read_lines(path)])
     assert len(recorded[0]) == REQUESTS
     assert sorted(recorded[0]) == sorted(recorded[1])  # by time of arrival, as far as the process can date it
+
+
+@both_drivers
+def test_a_prompt_without_a_whole_block_is_recorded(face, tmp_path):
+    record = f"{{folder: '{tmp_path / 'traces'}'}}"
+    with face(parts_of(shape(tmp_path, "disk", "lru", record=record), Engine(PLAIN, BLOCKS))) as stack:
+        stack.request(RequestId("short")).end(5, input_tokens=15, prompt=[])
+        stack.request(RequestId("probe")).end(5)
+        stack.step()
+    (path,) = (tmp_path / "traces").glob("*.jsonl.gz")
+    (line,) = read_lines(path)
+    assert (line.hash_ids, line.input_length, line.output_length) == ([], 15, 5)
 
 
 def demote(stack: Face, chain: list[OffloadKey]) -> None:
