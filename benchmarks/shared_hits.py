@@ -15,7 +15,7 @@ service, so they are not compared.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from itertools import product
@@ -43,7 +43,7 @@ from kvtier.tools.whatif.stack import VirtualLoop
 from kvtier.tools.whatif.variants import apply
 from kvtier.traces.requests import Request
 from kvtier.types.geometry import Geometry, KVLayout, stack_alignment
-from kvtier.types.keys import OffloadKey, RequestId
+from kvtier.types.keys import RequestId
 
 SHARES = (0.02, 0.05, 0.10, 0.20, 0.50)
 """Rows of all stacks together, of the distinct blocks of the trace."""
@@ -107,10 +107,7 @@ def _names(request: Request) -> Sequence[object]:
 
 
 class ReplicaLoop(ReplayLoop):
-    """The serving loop of one of several engines at a stack: ids of its requests are no other's.
-
-    A request counts as a use of its hits, as in an engine. What it stores is not used again by that.
-    """
+    """The serving loop of one of several engines at a stack: ids of its requests are no other's."""
 
     def __init__(self, number: int, engine: EngineBlocks, stack: ServedStack, options: ServeOptions) -> None:
         super().__init__(engine, stack, options)
@@ -121,19 +118,10 @@ class ReplicaLoop(ReplayLoop):
         work.request_id = RequestId(f"{self._number}:{work.request_id}")
         return work
 
-    def _touched(self, work: ActiveRequest) -> list[OffloadKey]:
-        """What the stack had of the blocks that the request used."""
-        stored = {key for keys, where in zip(work.offload, work.where, strict=True) for key in _absent(keys, where)}
-        return [key for key in super()._touched(work) if key not in stored]
-
     async def serve(self, request: Request) -> None:
         """Serve a request, and wait until the stack knows of its uses and nothing is on its way down."""
         await super().serve(request)
         await self._stack.drain(DRAIN_SECONDS, 0)
-
-
-def _absent(keys: Sequence[OffloadKey], where: Sequence[str | None]) -> Iterator[OffloadKey]:
-    return (key for key, tier in zip(keys, where, strict=True) if tier is None)
 
 
 class NoContent:
