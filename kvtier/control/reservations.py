@@ -83,10 +83,7 @@ class Reservation(RowRequest):
         else:
             if position:
                 self.brought[self.keys[index]] = position
-            self.owner.control.cpu.pin((row,))
-            self.rows[index] = row
-            self.state[index] = KeyState.LEASED
-            self.open -= 1
+            self._hold({index: row})
 
     def _hold(self, ready: dict[int, int]) -> None:
         self.owner.control.cpu.pin(list(ready.values()))
