@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -250,6 +250,24 @@ class Victims:
     def open(self) -> dict[str, int]:
         """Copies, fills and leases that are open."""
         return {"copy": self._state[COPIES], "fill": self._state[FILLS], "lease": self._state[LEASES]}
+
+
+def freeze(found: Iterable[Victims], number: int = signal.SIGSTOP) -> None:
+    """Have victims stop where they are, or go on with SIGCONT."""
+    for each in found:
+        os.kill(each.pid, number)
+
+
+def freeze_while(found: Sequence[Victims], holds: Callable[[], bool], seconds: float) -> None:
+    """Freeze victims once a condition holds that still holds then, or when the time is over."""
+    end = time.monotonic() + seconds
+    while True:
+        while not holds() and time.monotonic() < end:
+            time.sleep(0.0005)
+        freeze(found)
+        if holds() or time.monotonic() >= end:
+            return
+        freeze(found, signal.SIGCONT)
 
 
 @contextmanager
