@@ -17,7 +17,7 @@ import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,6 @@ from kvtier_remote.valkey.embedded import free_ports
 
 INSTALL = "apt-get install --no-install-recommends radosgw ceph-mon ceph-osd"
 START_SECONDS = 120.0
-ATTEMPTS = 5
 KEY_ID, SECRET = "AKIDKVTIER", "secretkvtier"
 KMS_KEY_ID = "kvtier-key"
 GATEWAY, STORE, MONITOR = "gateway", "osd", "mon"
@@ -217,16 +216,7 @@ class Bucket:
         return S3Store(self.name, **(where | keys | more), client_options=client)
 
     def ask(self, method: str, what: str, data: bytes | None = None) -> bytes:
-        """A request about the bucket itself, such as its `lifecycle`, by an address that the library has signed.
-
-        On a busy machine the cluster takes its store for dead at times, and answers nothing for a minute: asked again.
-        """
-        for _ in range(ATTEMPTS - 1):
-            with suppress(TimeoutError):
-                return self._ask(method, what, data)
-        return self._ask(method, what, data)
-
-    def _ask(self, method: str, what: str, data: bytes | None) -> bytes:
+        """A request about the bucket itself, such as its `lifecycle`, by an address that the library has signed."""
         store = self._store(endpoint=f"{self.ceph.endpoint}/{self.name}?{what}=&x=", virtual_hosted_style_request=True)
         address = obstore.sign(store, method, "", timedelta(seconds=60))  # type: ignore[call-overload]
         request = urllib.request.Request(address, data, method=method)
