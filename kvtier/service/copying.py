@@ -28,7 +28,7 @@ from kvtier.types.jobs import (
     dropped,
     failed,
 )
-from kvtier.types.keys import GroupIndex, JobId, OffloadKey, key_group
+from kvtier.types.keys import JobId, OffloadKey, key_group
 
 RUNS_KEPT_MAX = 1 << 16
 """Runs of outcomes in reports of workers that are kept: until the rest comes, or the engine's own word of their job."""
@@ -288,8 +288,8 @@ class Copying:
             self._end_job(copy.job, [failed(error) if error else CANCELLED for error in copy.errors])
             return
         good = [key for key, error in zip(copy.load.keys, copy.errors, strict=True) if not error]
-        groups = Counter(map(key_group, good)) if geometry.num_groups > 1 else {GroupIndex(0): len(good)}
-        moved = sum([count * geometry.kv_bytes_per_offloaded_block(group) for group, count in groups.items()])
+        groups = Counter(map(key_group, good)).items()
+        moved = sum(count * geometry.kv_bytes_per_offloaded_block(group) for group, count in groups)
         outcomes = plane.end_leased_load(copy.load, copy.errors, moved)
         loaded = [key for key, each in zip(copy.load.keys, outcomes, strict=True) if each is LOADED]
         for position, count in Counter(copy.brought.get(key, CPU_TIER) for key in loaded).items():

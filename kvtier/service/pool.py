@@ -124,9 +124,8 @@ class Pool(TierStack):
 
     def _has_leases(self) -> bool:
         """True if rows will come back that nothing here may take."""
-        if self._verifying is not None or (self._audit is not None and self._audit.taken):
-            return True
-        return any(each.will_return_rows for each in self.sessions.values())
+        compared = self._verifying is not None or (self._audit is not None and bool(self._audit.taken))
+        return compared or any(each.will_return_rows for each in self.sessions.values())
 
     async def close(self) -> None:
         """Close, as a stack. Nothing joins any more."""
