@@ -13,7 +13,7 @@ from kvtier_remote.transport import CountsEvictions, KeepsLeases, Transport
 
 RENEWALS = 6
 """Renewals in the time that a lease lasts."""
-TURNOVERS = 64
+TURNOVERS = 16
 """Renewals while as many bytes as the server holds are stored: a server that evicts by use keeps the marker then."""
 PAUSE_SECONDS = 5.0
 EVICTED = "server.evicted"
