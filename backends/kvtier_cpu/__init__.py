@@ -1,9 +1,9 @@
 """The CPU tier: a region of shared memory in rows; touches rows that a job names, and their stamps and checksums."""
 
 from kvtier_cpu.backend import CPUBackend, CPUOptions
-from kvtier_cpu.region.opening import RegionHost, attach_region, open_region
+from kvtier_cpu.region.opening import RegionHost, open_region
 from kvtier_cpu.region.shared_region import RegionSpec, SharedRegion, Sharing
 
 __all__ = ["CPUBackend", "CPUOptions"]
-__all__ += ["RegionHost", "attach_region", "open_region"]
+__all__ += ["RegionHost", "open_region"]
 __all__ += ["RegionSpec", "SharedRegion", "Sharing"]

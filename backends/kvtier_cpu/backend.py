@@ -43,7 +43,7 @@ from kvtier.types.jobs import (
 )
 from kvtier.types.keys import CPU
 from kvtier.types.values import job_value
-from kvtier_cpu.region.opening import RegionHost, attach_region, open_region
+from kvtier_cpu.region.opening import RegionHost, open_region
 from kvtier_cpu.region.populate import HUGE_BYTES, private_works
 from kvtier_cpu.region.shared_region import Populated, RegionSpec, SharedRegion, Sharing, intact_rows, seal_rows
 
@@ -228,6 +228,8 @@ class CPUBackend(LoadStore):
     @classmethod
     def attach(cls, context: TierContext, num_rows: int, rows_fd: int, control_fd: int) -> SharedRows:
         """Map a region by descriptors that its coordinator passed on. Raises RegionError."""
+        from kvtier_cpu.region.attaching import attach_region  # most stacks have memory of their own
+
         digest = context.namespace.digest()
         spec = RegionSpec(context.geometry, num_rows, digest, (context.worker,), populate=False)
         return attach_region(spec, rows_fd, control_fd, counted=False)

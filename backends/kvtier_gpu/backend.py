@@ -212,6 +212,8 @@ class GPUBackend(LoadStore):
         started, worker = opened.context.clock(), opened.context.worker
         plan = plan_job(job, opened.tables, opened.shape, to_gpu=direction is Direction.TO_GPU)
         stamps = _stamps(job, opened.shape.factor) if direction is Direction.TO_ROWS else ()
+        if direction is Direction.TO_ROWS and not opened.rows.view.flags.writeable:
+            raise UsageError("the rows of this worker cannot be written: its engine only reads")
         task = asyncio.current_task()
         assert task is not None
         opened.running.add(task)

@@ -24,7 +24,8 @@ PAUSE_SECONDS = 0.02
 class Identity:
     """An engine as its processes name it in their greetings: `token` is random, and the same in all of them.
 
-    `private` is the stack process at `path` if that is one of the engine's own, which it starts again.
+    `private` is the stack process at `path` if that is one of the engine's own, which it starts again. With
+    `reads_only` the engine stores nothing.
     """
 
     path: str
@@ -32,6 +33,7 @@ class Identity:
     engine_id: str
     token: str
     private: PrivateStack | None = None
+    reads_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,7 @@ class Participant:
     note: str = ""
     complete: bool = True
     events: bool = True
+    reads_only: bool = False
 
 
 Connected = tuple[socket.socket, Welcome, Sequence[int]]
@@ -88,6 +91,7 @@ def _connect(identity: Identity, process: Participant, resumes: bool) -> Connect
         process.complete and not resumes,
         process.events,
         resumes,
+        process.reads_only,
     )
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     try:

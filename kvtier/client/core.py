@@ -59,7 +59,9 @@ class EngineCore:
     one before was. The caller that sends such things resets it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stores: bool = True) -> None:
+        """Without `stores` no rows are asked for."""
+        self.stores = stores
         self.out: list[Item] = []
         self.connected = True
         self.joined = self.follows = self.joins = self.is_new = False
@@ -496,7 +498,7 @@ class EngineCore:
         self._want(self._ahead, needed)
 
     def _want(self, ahead: int, needed: int) -> None:
-        if self.connected and (ahead, needed) != (self._wanted, self._needed):
+        if self.connected and self.stores and (ahead, needed) != (self._wanted, self._needed):
             self._wanted, self._needed = ahead, needed
             self.out.append(wire.Want(ahead, needed))
 

@@ -66,7 +66,7 @@ class SchedulerClient:
                 raise
             _log.error("no stack process serves this engine, every lookup is a miss: %s", error)
             connected = unconnected()
-        self.core = EngineCore()
+        self.core = EngineCore(stores=not identity.reads_only)
         if complete:
             self.core.joins, self.core.manifest = True, identity.namespace.manifest().encode()
         self._use(connected)
@@ -169,7 +169,7 @@ class SchedulerClient:
     def _balance_rows(self) -> None:
         """Have rows lent ahead while there are requests, as many as are used in two seconds; else give them back."""
         core = self.core
-        if self._rests:
+        if self._rests or not core.stores:
             core.rest()
             return
         now = time.monotonic()
@@ -313,9 +313,10 @@ class EngineClient(SchedulerClient):
 
     def _borrow(self) -> None:
         """Have rows ahead, so that the first store finds some. Where there are none it goes without."""
-        until = time.monotonic() + BORROW_SECONDS
+        core, until = self.core, time.monotonic() + BORROW_SECONDS
         self.turn()
-        while not (self._rests or self.core.room) and self.core.connected and self.wait(until - time.monotonic()):
+        rests = self._rests or not core.stores
+        while not (rests or core.room) and core.connected and self.wait(until - time.monotonic()):
             self.turn()
 
     @property

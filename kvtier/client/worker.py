@@ -50,6 +50,15 @@ _log = logging.getLogger(__name__)
 Report = Callable[[JobId, Sequence[BlockOutcome]], None]
 
 
+def reads_only(identity: Identity, worker: int, tensors: Sequence[torch.Tensor]) -> bool:
+    """True for a worker that fills no row, because its engine stores nothing or it has no slice of its own in a row.
+
+    On CUDA it is False all the same: rows are registered there as memory that can be written.
+    """
+    fills_none = identity.reads_only or worker >= identity.namespace.layout.num_copies
+    return fills_none and all(tensor.device.type == "cpu" for tensor in tensors)
+
+
 class WorkerLink:
     """A connection of a worker, in one event loop. `compare` answers whether the weights are those of the start.
 
@@ -358,7 +367,8 @@ class WorkerClient:
             raise
 
     async def _open(self) -> None:
-        self._connection = WorkerConnection(self._identity, Participant("worker"), self._gpu, self._open_rows)
+        process = Participant("worker", reads_only=reads_only(self._identity, 0, self._tensors))
+        self._connection = WorkerConnection(self._identity, process, self._gpu, self._open_rows)
         await self._connection.open()
         self._waker.attach()
 

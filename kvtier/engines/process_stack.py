@@ -64,14 +64,18 @@ class ProcessStack(ConnectedStack):
     opened it every call raises UsageError, but `close`, which does nothing.
     """
 
-    def __init__(self, parts: StackParts, process: Callable[[], PrivateStack | str]) -> None:
+    def __init__(
+        self, parts: StackParts, process: Callable[[], PrivateStack | str], *, reads_only: bool = False
+    ) -> None:
         """`parts` with the tensors and a GPU tier. `process` is called by `open`, which starts a private stack process
-        unless it is there; the socket of another one is that of a process that serves already."""
+        unless it is there; the socket of another one is that of a process that serves already. With `reads_only`
+        nothing is stored."""
         super().__init__()
         self.close_report: CloseReport | None = None
         self._parts = parts
         self._settings = parts.settings
         self._process = process
+        self._reads_only = reads_only
         self._stats: StackStats | None = None
         self._next_job = 1
         self._at_exit = weak_call(self._close_at_exit)
@@ -107,7 +111,7 @@ class ProcessStack(ConnectedStack):
             private.start()
         path = process if isinstance(process, str) else process.path
         parts = self._parts
-        identity = Identity(path, parts.namespace, parts.engine_id, secrets.token_hex(16), private)
+        identity = Identity(path, parts.namespace, parts.engine_id, secrets.token_hex(16), private, self._reads_only)
         self._client = StackClient(identity, self._parts.kv_caches, gpu)
         atexit.register(self._at_exit)
 
@@ -198,6 +202,8 @@ class ProcessStack(ConnectedStack):
         """
         client = self._opened()
         check_job(job, client.geometry)
+        if self._reads_only and job.kind is JobKind.STORE:
+            raise UsageError("this engine only reads: nothing is stored")
         for group in job.gpu_groups:
             check_wire_keys(group.keys)
         if request is not None:
@@ -385,14 +391,20 @@ def open_engine_stack(
 
 
 def connect_engine_stack(
-    service: str | os.PathLike[str], namespace: Namespace, tensors: Sequence[torch.Tensor], *, engine_id: str = ""
+    service: str | os.PathLike[str],
+    namespace: Namespace,
+    tensors: Sequence[torch.Tensor],
+    *,
+    engine_id: str = "",
+    reads_only: bool = False,
 ) -> ProcessStack:
     """The stack of a `kvtier serve`, for `with`: `service` is its socket, `tensors` hold the engine's GPU blocks.
 
     Engines of one namespace find each other's blocks. The tiers are those of the service's stack file; so is the tag of
     the namespace if that names one: an engine with another tag is refused. `engine_id` is a name for `kvtier engines`.
+    An engine that `reads_only` stores nothing, and maps rows in host memory so that it cannot write them.
     Opening it raises ResourceError if no stack process answers, ConfigError if it does not serve this engine.
     """
     gpu = discover().get("gpu")
     parts = StackParts([gpu(gpu.Options(type="gpu"))], namespace, tensors, engine_id=engine_id)
-    return ProcessStack(parts, lambda: os.path.abspath(service))
+    return ProcessStack(parts, lambda: os.path.abspath(service), reads_only=reads_only)

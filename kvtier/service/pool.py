@@ -192,7 +192,7 @@ class Pool(TierStack):
     @guard_step
     def on_worker(self, session: Session, hello: Hello) -> None:
         """A worker of an engine has connected. Raises Breach if it has already."""
-        session.on_worker(hello.participant, hello.note, hello.resumes)
+        session.on_worker(hello.participant, hello.note, hello.resumes, hello.reads_only)
         self._carry_out()
 
     @guard_step

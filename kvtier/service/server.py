@@ -292,7 +292,6 @@ class StackServer:
         engine = self._engine_of(hello)
         schedules = hello.role == "scheduler"
         geometry = self.pool.geometry
-        sent = [] if schedules else list(self.pool.descriptors)
         welcome = Welcome(
             max(set(PROTOCOLS).intersection(hello.protocols)),
             self.incarnation,
@@ -302,7 +301,9 @@ class StackServer:
             geometry.alignment,
         )
         try:
-            send_greeting(sock, welcome, sent)
+            with ExitStack() as opened:
+                rows = () if schedules else self.pool.descriptors
+                send_greeting(sock, welcome, [_unwritable(fd, opened) for fd in rows] if hello.reads_only else rows)
         except OSError as error:
             _log.warning("a process left before it was welcome: %s", error)
             sock.close()
@@ -484,3 +485,10 @@ class StackServer:
         if self.pool.is_open:
             for session in (*engine.earlier, engine.session):
                 self.pool.end_session(session, exited=True)
+
+
+def _unwritable(fd: int, opened: ExitStack) -> int:
+    """A descriptor of the same memory that is open for reading alone, which `opened` closes. Raises OSError."""
+    found = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+    opened.callback(os.close, found)
+    return found

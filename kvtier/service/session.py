@@ -105,6 +105,7 @@ class Session:
         self._manifest = b""
         self._weights = WeightsCheck()
         self._wanted = 0
+        self._reads_only = False
         self._figures_at = -math.inf
         self._figures_due = False
         self._resets: list[int] = []
@@ -173,6 +174,8 @@ class Session:
             self.leasing.drop(item.request, now)
 
     def _fill(self, item: wire.Fill, now: float) -> None:
+        if self._reads_only:
+            raise Breach("an engine fills rows that a worker of it cannot write")
         keys = self._keys(item.keys)
         self.copying.fill(item, keys, partial(self._host.next_job, self) if self.serves else None, now)
 
@@ -183,7 +186,8 @@ class Session:
         self.copying.take_back(item.places)
 
     def _want(self, item: wire.Want, now: float) -> None:
-        self._wanted, self.copying.needed = max(0, item.rows), max(0, item.needed)
+        if not self._reads_only:
+            self._wanted, self.copying.needed = max(0, item.rows), max(0, item.needed)
 
     def _announce(self, item: wire.Announce, now: float) -> None:
         keys = self._keys(item.keys)
@@ -252,11 +256,15 @@ class Session:
         self._send_drained()
         self._join_at_once()
 
-    def on_worker(self, worker: int, note: str, resumes: bool = False) -> None:
-        """A worker has connected; one that resumes has yet to be ready. Raises Breach."""
+    def on_worker(self, worker: int, note: str, resumes: bool = False, reads_only: bool = False) -> None:
+        """A worker has connected; one that resumes has yet to be ready. Raises Breach.
+
+        If one with a slice of its own in a row reads only, the engine is lent no rows.
+        """
         if len(note.encode()) > NOTE_BYTES_MAX or worker in self._notes:
             raise Breach(f"worker {worker} connects twice, or with a note of {len(note)} characters")
         self._notes[worker] = note
+        self._reads_only |= reads_only and worker < self._host.geometry.num_copies
         if resumes:
             self._resuming.add(worker)
             self._send_drained()

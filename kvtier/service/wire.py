@@ -438,7 +438,7 @@ class Hello(Item, tag=96, frozen=True):
     `manifest` is that of the namespace as far as it is known; `note` is what a worker adds to it.
     With `complete` in the scheduler's greeting that is all of it, and the engine joins with it, once its workers are
     there. `events`: the engine takes `Events`. `resumes`: the process was connected before; a worker then sends
-    `Ready`, and counts from there on.
+    `Ready`, and counts from there on. `reads_only`: the worker fills no row, and is sent rows that it cannot write.
     """
 
     protocols: list[int]
@@ -452,6 +452,7 @@ class Hello(Item, tag=96, frozen=True):
     complete: bool = True
     events: bool = True
     resumes: bool = False
+    reads_only: bool = False
 
 
 class Welcome(Item, tag=97, frozen=True):

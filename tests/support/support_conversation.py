@@ -334,6 +334,14 @@ def _greeting(sock: socket.socket) -> tuple[Any, Area | None]:
     return found, area
 
 
+KINDS = {
+    each.__struct_config__.tag: each
+    for each in vars(wire).values()
+    if isinstance(each, type) and issubclass(each, Item)
+}
+"""By their tags."""
+
+
 def with_more(entries: Sequence[Entry], end: str, *more: object) -> list[Entry]:
     """The entries, with these at the end of each item that this end sends, as a later release may add fields."""
     return [replace(entry, message=_with_more(entry.message, more)) if entry.by == end else entry for entry in entries]
@@ -343,4 +351,11 @@ def _with_more(message: bytes, more: Sequence[object]) -> bytes:
     if not message:
         return message
     sequence, items = msgspec.msgpack.decode(message)
-    return msgspec.msgpack.encode([sequence, [[*item, *more] for item in items]])
+    return msgspec.msgpack.encode([sequence, [[*item, *_added_since(item), *more] for item in items]])
+
+
+def _added_since(item: Sequence[object]) -> tuple[object, ...]:
+    """The defaults of the fields that were added to an item since it was recorded."""
+    kind = KINDS[item[0]]
+    lacking = len(kind.__struct_fields__) + 1 - len(item)
+    return kind.__struct_defaults__[-lacking:] if lacking else ()

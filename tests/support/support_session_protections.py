@@ -165,8 +165,8 @@ def engines_wait_for_no_worker(patch: Patch) -> None:
     patch.setattr(Session, "_on_ready", lambda self, worker: None)
     on_worker = Session.on_worker
 
-    def connected(session: Session, worker: int, note: str, resumes: bool = False) -> None:
-        on_worker(session, worker, note, resumes)
+    def connected(session: Session, *greeting: Any) -> None:
+        on_worker(session, *greeting)
         notes(session)
 
     patch.setattr(Session, "on_worker", connected)

@@ -38,3 +38,23 @@ def test_servers_that_come_and_go_share_a_service_and_outlive_it(models, root, t
                     if again.cached == [BLOCKS * BLOCK] * PROMPTS:
                         break
                     assert time.monotonic() < until, again.cached
+
+
+def test_a_server_that_only_reads_hits_what_another_stored_and_stores_nothing(models, root, tmp_path, short_folder):
+    prompts, path, file = asked(PROMPTS), f"{short_folder}/service", tmp_path / "stack.yaml"
+    file.write_text(yaml.safe_dump(cpu_only(100, short_folder, root)))
+    connector = {"driver": "process", "service": path}
+    reading = {"connector": connector | {"reads_only": True}, "max_model_len": 2048}
+    with (
+        stack_process(file, path),
+        engine(models["llama"], tmp_path, connector=connector, max_model_len=2048) as stores,
+        engine(models["llama"], tmp_path, **reading) as reads,
+    ):
+        assert sum(reads.generate(prompts).cached) == 0
+        reads.reset()
+        assert sum(reads.generate(prompts).cached) == 0  # nothing of its own is found again
+        computed = store(stores, prompts)
+        assert sum(computed.cached) == 0
+        reads.reset()
+        found = reads.generate(prompts)
+        assert (found.tokens, found.cached) == (computed.tokens, [BLOCKS * BLOCK] * PROMPTS)

@@ -55,17 +55,19 @@ def file_bytes(fd: int, size_bytes: int) -> int:
     return -(-size_bytes // page) * page if page >= HUGE_BYTES else size_bytes
 
 
-def map_aligned(fd: int, size_bytes: int) -> Any:
+def map_aligned(fd: int, size_bytes: int, writable: bool = True) -> Any:
     """A shared mapping of a file at a multiple of 2 MiB, as an object that is a buffer. Raises OSError.
 
-    It is unmapped when the last view of it is gone. Of huge pages that were set aside it has whole ones.
+    It is unmapped when the last view of it is gone. Of huge pages that were set aside it has whole ones. A write into
+    one that is not `writable` ends the process.
     """
     size_bytes = file_bytes(fd, size_bytes)
     length = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
     reserved = _map(None, length + HUGE_BYTES, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE, -1)
     base = -(-reserved // HUGE_BYTES) * HUGE_BYTES
     try:
-        _map(base, length, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _FIXED, fd)
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        _map(base, length, protection, mmap.MAP_SHARED | _FIXED, fd)
     except OSError:
         _libc().munmap(reserved, length + HUGE_BYTES)
         raise

@@ -6,7 +6,8 @@ import logging
 import os
 
 from kvtier.errors import RegionError
-from kvtier_cpu.region.opening import RegionHost, attach_region, open_region
+from kvtier_cpu.region.attaching import attach_region
+from kvtier_cpu.region.opening import RegionHost, open_region
 from kvtier_cpu.region.populate import map_populated
 from kvtier_cpu.region.shared_region import RegionSpec, SharedRegion
 

@@ -30,7 +30,7 @@ from kvtier_cpu.region.rendezvous import (
 )
 from kvtier_cpu.region.shared_region import Pages, RegionSpec, SharedRegion, Sharing
 
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _private: dict[tuple[int, str], SharedRegion] = {}
 """Private regions that wait for their last participant, by process id and engine id. State of the process: the two
 sides of an engine that live in one process share nothing but the engine id."""
@@ -66,7 +66,7 @@ def open_region(spec: RegionSpec, host: RegionHost | None = None) -> SharedRegio
     event loop. Raises SharedMemoryError before any touch if memory does not suffice, RegionError for a region that
     must not be joined or was not ready by the deadline; nothing is left behind then.
     """
-    opening = _Opening(spec, host or RegionHost())
+    opening = Opening(spec, host or RegionHost())
     if spec.sharing is not Sharing.NAMED:
         limits = opening.host.limits
         rows_bytes = 0 if spec.reserved else spec.size_bytes  # those were set aside before
@@ -89,23 +89,7 @@ def open_region(spec: RegionSpec, host: RegionHost | None = None) -> SharedRegio
         opening.patience.pause("the region's name to become stable")
 
 
-def attach_region(spec: RegionSpec, rows_fd: int, control_fd: int, counted: bool = True) -> SharedRegion:
-    """Map a memfd region whose descriptors were inherited or passed on. The caller keeps the descriptors.
-
-    With `counted` this process is one of the region's participants, each of which maps it once.
-
-    Raises RegionError unless they are a ready region of exactly this geometry, sealed against ever shrinking.
-    """
-    from kvtier_cpu.region.huge_pages import file_bytes  # most stacks have private memory
-
-    for fd, size_bytes in ((rows_fd, file_bytes(rows_fd, spec.size_bytes)), (control_fd, spec.shape.size_bytes)):
-        if not _sealed(fd) or os.fstat(fd).st_size != size_bytes:
-            raise RegionError("the descriptors are not those of a shared region of this size")
-    opening = _Opening(spec, RegionHost())
-    return opening.enter(opening.maps(rows_fd, control_fd), counted)
-
-
-class _Opening:
+class Opening:
     """The opening of a region by one participant: what it asks for, and until when it waits for other processes."""
 
     def __init__(self, spec: RegionSpec, host: RegionHost) -> None:
@@ -133,7 +117,7 @@ class _Opening:
 
         Raises RegionError unless it is the region this participant needs.
         """
-        region = _Opening(replace(self.spec, sharing=Sharing.PRIVATE), self.host).enter(private.maps)
+        region = Opening(replace(self.spec, sharing=Sharing.PRIVATE), self.host).enter(private.maps)
         region.populated = private.populated
         return region
 
@@ -285,7 +269,7 @@ class _Opening:
 
     def maps(self, rows_fd: int, control_fd: int) -> tuple[Pages, mmap.mmap]:
         """The mappings of rows and control area; descriptors of -1 stand for private memory."""
-        rows, control = maps = self._map_rows(rows_fd), _map(control_fd, self.spec.shape.size_bytes)
+        rows, control = maps = self._map_rows(rows_fd), _map(control_fd, self.spec.shape.size_bytes, self.spec.writable)
         if not self.spec.dump_rows:
             keep_from_core_dumps(rows)
         if rows_fd < 0:
@@ -299,7 +283,7 @@ class _Opening:
         from kvtier_cpu.region.huge_pages import map_aligned  # most stacks have private memory
 
         try:
-            return map_aligned(fd, self.spec.size_bytes)
+            return map_aligned(fd, self.spec.size_bytes, self.spec.writable)
         except OSError as error:
             raise no_address_space(self.spec.size_bytes, error) from error
 
@@ -317,7 +301,7 @@ def _sealed_memfd(label: str, size_bytes: int, undo: ExitStack, reserved: bool =
         raise RegionError(f"this system sets no huge pages of 2 MiB aside ({error.strerror})") from error
     try:
         os.ftruncate(fd, file_bytes(fd, size_bytes))
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
         undo.callback(os.close, fd)
     except BaseException as error:
         os.close(fd)
@@ -344,9 +328,9 @@ def _file(fd: int) -> tuple[int, int]:
     return found.st_dev, found.st_ino
 
 
-def _map(fd: int, size_bytes: int) -> mmap.mmap:
-    """A mapping of a file; of memory of this process alone for fd -1."""
-    flags = mmap.MAP_SHARED if fd >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+def _map(fd: int, size_bytes: int, shared: bool = True) -> mmap.mmap:
+    """A mapping of a file, with `shared` for all to see what is written; of memory of this process alone for fd -1."""
+    flags = (mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE) if fd >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     try:
         return mmap.mmap(fd, size_bytes, flags, mmap.PROT_READ | mmap.PROT_WRITE)
     except OSError as error:
@@ -356,10 +340,3 @@ def _map(fd: int, size_bytes: int) -> mmap.mmap:
 def no_address_space(size_bytes: int, error: OSError) -> SharedMemoryError:
     """The error for a mapping that the kernel refuses."""
     return SharedMemoryError(size_bytes, 0, f"the address space of this process ({error.strerror})")
-
-
-def _sealed(fd: int) -> bool:
-    try:
-        return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
-    except OSError:
-        return False

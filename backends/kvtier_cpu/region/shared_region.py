@@ -50,7 +50,7 @@ class RegionSpec:
     `namespace_digest` is what the bytes mean; together with the geometry it decides who may join. `serves` are the
     workers whose slices this process writes. A region in a process of its own has one participant that serves all.
     `note` is a text of those workers for the coordinator. `dump_rows` lets core dumps hold the rows. `reserved`: a
-    memfd is made of huge pages that the host has set aside.
+    memfd is made of huge pages that the host has set aside. `writable`: this process may write the rows.
     """
 
     geometry: Geometry
@@ -65,6 +65,7 @@ class RegionSpec:
     reserved: bool = False
     populate: bool = True
     dump_rows: bool = False
+    writable: bool = True
     deadline_seconds: float = 300.0
     directory: str = "/dev/shm"
     note: str = ""
@@ -125,6 +126,7 @@ class SharedRegion(ControlArea):
         self.spec, self.geometry = spec, spec.geometry
         self.num_rows, self.row_bytes = spec.num_rows, spec.geometry.row_bytes
         flat = np.frombuffer(rows, dtype=np.uint8, count=spec.size_bytes)  # the last huge page may be longer
+        flat.flags.writeable = spec.writable
         self.view: npt.NDArray[np.uint8] = flat.reshape(self.num_rows, self.row_bytes)
         self.populated = Populated.SKIPPED
         self.maps = rows, control

@@ -26,6 +26,7 @@ from kvtier.types.namespace import Namespace
 DRIVER_KEY = "driver"
 DRIVERS = ("process", "embedded")
 REQUIRED_KEY = "required"
+READS_ONLY_KEY = "reads_only"
 SERVICE_KEY = "service"
 SYNC_LOADS_KEY = "sync_load_budget_bytes"
 SHARED_PREFIXES_KEY = "shared_prefixes"
@@ -34,6 +35,7 @@ KEYS = frozenset(
         "stack",
         DRIVER_KEY,
         REQUIRED_KEY,
+        READS_ONLY_KEY,
         SERVICE_KEY,
         UNTESTED_KEY,
         "spec_name",
@@ -82,7 +84,7 @@ class EnginePlan:
     loads within a step, up to its `sync_load_budget_bytes`. `keeps_blocks` is False where blocks are of no use. `lines`
     are for the log at start. `in_process`: the stack is in the scheduler's process, not in one of its own; `required`:
     the engine does not start without that. `service`: the socket of a stack process that others started; `stack` then
-    has what concerns an engine alone.
+    has what concerns an engine alone. `reads_only`: the engine stores nothing.
     """
 
     stack: StackOptions
@@ -95,6 +97,7 @@ class EnginePlan:
     in_process: bool = True
     required: bool = True
     service: str = ""
+    reads_only: bool = False
 
     @property
     def whole(self) -> StackConfig:
@@ -122,8 +125,11 @@ def engine_plan(config: OffloadingConfig) -> EnginePlan:
     named = namespace(config, stack.namespace)
     keeps = continues_after_prefix(known)
     lines = tuple(start_lines(config, known, keeps))
-    required = _is_required(config.extra_config, in_process)
-    return EnginePlan(stack, named, config.engine_id, group_ids, gpu, keeps, lines, in_process, required, service)
+    required = _flag_of_process(config.extra_config, REQUIRED_KEY, True, in_process)
+    reads_only = _flag_of_process(config.extra_config, READS_ONLY_KEY, False, in_process)
+    return EnginePlan(
+        *(stack, named, config.engine_id, group_ids, gpu, keeps, lines, in_process, required, service, reads_only)
+    )
 
 
 def _driver(extra: Mapping[str, Any]) -> str:
@@ -133,14 +139,14 @@ def _driver(extra: Mapping[str, Any]) -> str:
     return str(driver)
 
 
-def _is_required(extra: Mapping[str, Any], in_process: bool) -> bool:
-    """True unless the engine is to start without its stack process. Raises ConfigError for another value."""
-    required = extra.get(REQUIRED_KEY, True)
-    if not isinstance(required, bool):
-        raise ConfigError("must be true or false", REQUIRED_KEY)
-    if in_process and not required:
-        raise ConfigError(f"is of a stack in a process of its own: {DRIVER_KEY}: process", REQUIRED_KEY)
-    return required
+def _flag_of_process(extra: Mapping[str, Any], key: str, default: bool, in_process: bool) -> bool:
+    """A flag that a stack in a process of its own alone has. Raises ConfigError for another value."""
+    value = extra.get(key, default)
+    if not isinstance(value, bool):
+        raise ConfigError("must be true or false", key)
+    if in_process and value is not default:
+        raise ConfigError(f"is of a stack in a process of its own: {DRIVER_KEY}: process", key)
+    return value
 
 
 def _service(extra: Mapping[str, Any], in_process: bool) -> str:
@@ -163,7 +169,7 @@ def engine_identity(plan: EnginePlan) -> Identity:
     Raises ConfigError if it cannot be started and is required.
     """
     if plan.service:
-        return Identity(plan.service, plan.namespace, plan.engine_id, plan.engine_id)
+        return Identity(plan.service, plan.namespace, plan.engine_id, plan.engine_id, reads_only=plan.reads_only)
     private = None
     try:
         private = PrivateStack(plan.whole.model_dump_json(exclude_unset=True), plan.stack.runtime_dir)
@@ -173,7 +179,7 @@ def engine_identity(plan: EnginePlan) -> Identity:
             raise
         logging.getLogger(LOGGER).error("the engine goes on without a stack process: %s", error)  # noqa: TRY400
     path = "" if private is None else private.path
-    return Identity(path, plan.namespace, plan.engine_id, plan.engine_id, private)
+    return Identity(path, plan.namespace, plan.engine_id, plan.engine_id, private, plan.reads_only)
 
 
 def _gpu_options(described: StackConfig | None) -> TierOptions:

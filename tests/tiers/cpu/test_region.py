@@ -25,8 +25,9 @@ from kvtier.tier.contract import TierContext
 from kvtier.types.arrays import int_array
 from kvtier.types.geometry import Geometry, GroupLayout, KVLayout, TensorRef
 from kvtier.types.namespace import Namespace
-from kvtier_cpu import CPUBackend, CPUOptions, RegionSpec, Sharing, attach_region, open_region
+from kvtier_cpu import CPUBackend, CPUOptions, RegionSpec, Sharing, open_region
 from kvtier_cpu.region import populate
+from kvtier_cpu.region.attaching import attach_region
 from kvtier_cpu.region.control_area import ControlShape
 from kvtier_cpu.region.opening import RegionHost
 from kvtier_cpu.region.rendezvous import Names, Patience, open_claim, sweep_leftovers

@@ -19,8 +19,9 @@ from support_region import geometry, named
 
 from kvtier.errors import SharedMemoryError
 from kvtier.tier.memory_limits import Reading, SystemLimits, require
-from kvtier_cpu import RegionSpec, Sharing, attach_region, open_region
+from kvtier_cpu import RegionSpec, Sharing, open_region
 from kvtier_cpu.region import populate as populate_module
+from kvtier_cpu.region.attaching import attach_region
 from kvtier_cpu.region.opening import RegionHost, Step
 from kvtier_cpu.region.populate import make_resident
 from kvtier_cpu.region.rendezvous import Names, Patience

@@ -76,6 +76,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         self._reserved: dict[str, StackRequest] = {}
         self._in_step = False
         self._keeps_blocks = plan.keeps_blocks
+        self._stores = plan.keeps_blocks and not plan.reads_only
         self._adapters = content_in_keys(self)
         try:
             driver = EmbeddedDriver if plan.in_process else ClientDriver
@@ -195,7 +196,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
             self._announce(req_context, state)
         if self._driver.will_serve and self._may_wait(req_context.req_id):
             return None
-        wanted = self._keeps_blocks and self._driver.serves and self._adapters.storable(req_context.req_id)
+        wanted = self._stores and self._driver.serves and self._adapters.storable(req_context.req_id)
         offered = [self._ids.to_kvtier(key) for key in keys] if wanted else []
         new, room = self._driver.storable(state.request, offered)
         if len(new) > room and not self._in_step:

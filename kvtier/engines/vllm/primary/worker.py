@@ -17,7 +17,7 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec as VLLMBlocks
 
 from kvtier.aio.loop_thread import LoopThread
 from kvtier.client.connection import Participant
-from kvtier.client.worker import WorkerConnection, WorkerLink
+from kvtier.client.worker import WorkerConnection, WorkerLink, reads_only
 from kvtier.config import build_tiers
 from kvtier.engines.vllm.compat import LOGGER
 from kvtier.engines.vllm.engine_config import root_modules
@@ -119,7 +119,7 @@ class KVTierWorker(OffloadingWorker):  # type: ignore[misc]
             await self._open_gpu(replace(opening, geometry=replace(geometry, layout=layout), rows=mapped))
 
         identity = await asyncio.to_thread(engine_identity, plan)
-        process = Participant("worker", rank, note)
+        process = Participant("worker", rank, note, reads_only=reads_only(identity, rank, tensors))
         self._connection = WorkerConnection(identity, process, self._gpu, open_rows)
         await self._connection.open(plan.required)
         return None
