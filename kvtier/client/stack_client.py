@@ -120,6 +120,10 @@ class StackClient(EngineClient):
         self._copy_ended.clear()  # here alone: a step takes in what came, whatever was signalled
         return bool(found) or due <= timeout_seconds
 
+    def wake(self) -> None:
+        """From any thread: have `wait` return."""
+        self._copy_ended.signal()
+
     @property
     def _rests(self) -> bool:
         """Beside lookups that name no request there is none, and no store: a load alone needs no row ahead."""

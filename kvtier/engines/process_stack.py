@@ -233,6 +233,10 @@ class ProcessStack(ConnectedStack):
         check_timeout(timeout_seconds)
         return self._opened().wait(timeout_seconds)
 
+    def wake(self) -> None:
+        """From any thread, while the stack is open: have `wait` return."""
+        self._opened().wake()
+
     @property
     def has_pending_work(self) -> bool:
         """True while an engine that idles should go on stepping: its jobs are in flight or wait."""

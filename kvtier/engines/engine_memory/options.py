@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from pydantic import Field, create_model
 
+from kvtier.client.private import PATH_BYTES_MAX
 from kvtier.config.load import validate
 from kvtier.engines.digests import WEIGHTS, ContentDigests
 from kvtier.engines.engine_release import EngineRelease
@@ -133,7 +134,30 @@ class IdentifiedOptions(EngineMemoryOptions):
         return ContentDigests().content(named).digest
 
 
+class ServiceOptions(IdentifiedOptions):
+    """The keys of an integration that a `kvtier serve` can serve in the place of a tier of the engine's own."""
+
+    service: str = Field(
+        default="",
+        pattern=r"^(/.*)?$",
+        max_length=PATH_BYTES_MAX,
+        description="absolute path of the socket of a kvtier serve, in the place of type and its options: engines of "
+        "one namespace share its rows and disks",
+    )
+
+
 IdentifiedT = TypeVar("IdentifiedT", bound=IdentifiedOptions)
+ServiceT = TypeVar("ServiceT", bound=ServiceOptions)
+OF_A_TIER = frozenset(LowerTierOptions.model_fields) | {"drain_timeout_seconds", "stats_socket"}
+"""Keys of a tier of the engine's own."""
+
+
+def read_service(own: type[ServiceT], given: Mapping[str, Any], release: EngineRelease) -> ServiceT:
+    """The options of an engine at a service. Raises ConfigError as `read_identified`."""
+    known, at = own.model_fields.keys() - OF_A_TIER, release.options
+    for key in sorted(given.keys() - known):
+        raise ConfigError(f"is no key beside service; known are {', '.join(sorted(known))}", f"{at}.{key}")
+    return _identified(validate(own, {"type": "service", **given}, at), release)
 
 
 def read_identified(own: type[IdentifiedT], given: Mapping[str, Any], release: EngineRelease) -> IdentifiedT:
@@ -146,8 +170,12 @@ def read_identified(own: type[IdentifiedT], given: Mapping[str, Any], release: E
     backend = keys.pop("type", "fs")
     if not isinstance(backend, str):
         raise ConfigError("is the name of a type of tier, such as fs", f"{at}.type")
-    options = read_options(own, backend, keys, at)
+    return _identified(read_options(own, backend, keys, at), release)
+
+
+def _identified(options: IdentifiedT, release: EngineRelease) -> IdentifiedT:
+    """Raise ConfigError unless the options name the weights, and the release was tested."""
     if not options.namespace and not options.model_folder:
-        raise ConfigError(REQUIRED.format(engine=release.name), f"{at}.namespace")
+        raise ConfigError(REQUIRED.format(engine=release.name), f"{release.options}.namespace")
     release.require_tested(options.allow_untested_engine)
     return options

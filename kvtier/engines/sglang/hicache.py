@@ -22,9 +22,10 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from kvtier.engines.engine_memory.memory import PagedMemory
+from kvtier.engines.engine_memory.service import ServiceTier
 from kvtier.engines.engine_memory.tier import BlockingTier
 from kvtier.engines.sglang.compat import RELEASE
-from kvtier.engines.sglang.options import MAIN_POOL, hicache_options, namespace_of, rank_options
+from kvtier.engines.sglang.options import MAIN_POOL, hicache_options, namespace_of, rank_key, rank_options
 from kvtier.engines.sglang.pools import HostPool
 from kvtier.errors import ConfigError, UsageError
 from kvtier.planner.prefix import Presence, usable_prefixes, window_start
@@ -42,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 
 class KVTierHiCache(HiCacheStorage):  # type: ignore[misc]
-    """A tier that is bounded, verified and found again after a restart, below SGLang's host memory.
+    """A tier that is bounded, verified and found again after a restart, or a service, below SGLang's host memory.
 
     SGLang calls it from three threads; each call waits, and no longer than its `..._timeout_seconds`. What a disk or a
     server does is a miss or a page that was not stored, never an exception. After a call has returned, nothing here
@@ -56,9 +57,10 @@ class KVTierHiCache(HiCacheStorage):  # type: ignore[misc]
             raise ConfigError("pages of split heads are not served", f"{RELEASE.options}.tp_lcm_size")
         self._config = storage_config
         self._options = rank_options(storage_config, options)
-        self._tier: BlockingTier | None = None
+        self._tier: BlockingTier | ServiceTier | None = None
         self._pools: dict[str, tuple[int, HostPool]] = {}
         self._sharded_key = storage_config.tp_rank.to_bytes(4, "big") if storage_config.is_mla_model else b""
+        self._rank_key = rank_key(storage_config, self._options)
         self._meter = TransferMeter(storage_config.enable_storage_metrics)
         self.registered_pools: dict[str, Any] = {}
 
@@ -82,7 +84,10 @@ class KVTierHiCache(HiCacheStorage):  # type: ignore[misc]
         memory = PagedMemory([[pieces.array() for pieces in pool.pieces] for pool in pools])
         namespace = namespace_of(self._config, self._options, pools)
         options = self._options
-        self._tier = BlockingTier(options, namespace, memory, options.label, _log)
+        if options.service:
+            self._tier = ServiceTier(options.service, options, namespace, memory, "sglang", _log)
+        else:
+            self._tier = BlockingTier(options, namespace, memory, options.label, _log)
         self._pools = {pool.name: (group, pool) for group, pool in enumerate(pools)}
 
     def close(self) -> None:
@@ -232,7 +237,7 @@ class KVTierHiCache(HiCacheStorage):  # type: ignore[misc]
     def _keys(self, pool: str, keys: Sequence[str]) -> list[OffloadKey]:
         """The keys of pages. States of Mamba are each rank's own, also where the ranks share the rest."""
         group = self._pools[pool][0]
-        end = self._sharded_key if pool == PoolName.MAMBA.value else b""
+        end = self._rank_key + (self._sharded_key if pool == PoolName.MAMBA.value else b"")
         return [make_key(_hash(key) + end, group) for key in keys]
 
     def _pages_of(self, transfer: PoolTransfer) -> _Pages | None:

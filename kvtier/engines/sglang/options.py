@@ -13,7 +13,7 @@ from pydantic import Field
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 from sglang.srt.runtime_context import get_memory, get_parallel
 
-from kvtier.engines.engine_memory.options import IdentifiedOptions, engine_part, read_identified
+from kvtier.engines.engine_memory.options import ServiceOptions, engine_part, read_identified, read_service
 from kvtier.engines.sglang.compat import RELEASE
 from kvtier.engines.sglang.pools import HostPool
 from kvtier.errors import ConfigError
@@ -41,7 +41,7 @@ CALL_SECONDS_MAX = 8.0
 """SGLang gives its threads ten seconds to end at a flush or a detach, and fails if one waits in a call for longer."""
 
 
-class HiCacheOptions(IdentifiedOptions):
+class HiCacheOptions(ServiceOptions):
     """The keys beside those of the tier."""
 
     job_timeout_seconds: Seconds = Field(
@@ -67,11 +67,13 @@ def hicache_options(extra_config: Mapping[str, Any] | None) -> HiCacheOptions:
         reason = "must be 1: without it SGLang copies each page twice and hides which one failed"
         raise ConfigError(reason, f"{RELEASE.options}.interface_v1")
     own = {key: value for key, value in given.items() if key not in SGLANG_KEYS}
-    return read_identified(HiCacheOptions, own, RELEASE)
+    return (read_service if own.get("service") else read_identified)(HiCacheOptions, own, RELEASE)
 
 
 NOT_IN_NAMESPACE = ("model_name", "dp_rank", "enable_storage_metrics", "extra_config")
 """Fields of the configuration that are elsewhere in the namespace, or that do not change a page's bytes."""
+RANKS = ("tp_rank", "pp_rank", "attn_cp_rank")
+"""Ranks whose pages differ. At a service they are in the keys: all ranks have one namespace there."""
 MAIN_POOL = "kv"
 
 
@@ -94,10 +96,8 @@ def namespace_of(config: HiCacheStorageConfig, options: HiCacheOptions, pools: S
     without weights.
     """
     known = {field.name: str(getattr(config, field.name)) for field in fields(config)}
-    for name in NOT_IN_NAMESPACE:
+    for name in (*NOT_IN_NAMESPACE, *(RANKS if options.service else ("tp_rank",) if config.is_mla_model else ())):
         del known[name]
-    if config.is_mla_model:
-        del known["tp_rank"]
     return Namespace(
         layout=layout_of(pools),
         model=config.model_name or "",
@@ -121,11 +121,21 @@ def _published(name: str) -> Any:
         return ""
 
 
+def rank_key(config: HiCacheStorageConfig, options: HiCacheOptions) -> bytes:
+    """The end of this rank's keys at a service; empty elsewhere, and where all ranks have the same pages."""
+    if not options.service or config.tp_size * config.pp_size * config.attn_cp_size == 1:
+        return b""
+    ranks = [0 if name == "tp_rank" and config.is_mla_model else getattr(config, name) for name in RANKS]
+    return b"".join(rank.to_bytes(4, "big") for rank in ranks)
+
+
 def rank_options(config: HiCacheStorageConfig, options: HiCacheOptions) -> HiCacheOptions:
     """This rank's share of the tier: folders of its own where a folder belongs to one process.
 
     Raises ConfigError for a tier of one process whose pages other ranks are to load.
     """
+    if options.service:
+        return options
     copies = config.tp_size // config.dcp_size if config.is_mla_model else 1
     if copies > 1 and not isinstance(options, SharedTierOptions):
         raise ConfigError(
