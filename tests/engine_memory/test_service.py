@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ from kvtier.types.namespace import Namespace
 
 ROW = 20480
 """Bytes of a row: a block of the larger group, page-aligned."""
-Serve = Callable[..., Any]
+SECONDS, PATIENCE = 1.0, 20.0
+"""The time that a call may take, and by how much a busy machine may delay it."""
 
 
 @pytest.fixture
@@ -167,8 +169,88 @@ def test_engines_of_another_tag_find_nothing_and_wrong_calls_are_refused(socket,
         assert other.find([key(1)], LONG) == [False]
         with pytest.raises(UsageError):
             tier.load([key(1)], [PAGES], LONG)
+        assert tier.load([key(1), key(1)], [2, 3], LONG) == [LOADED] * 2
+        check(engine, [key(1), key(1)], 2)
         with pytest.raises(ConfigError, match="namespace"), engine_at(socket, tag="third"):
             pass
     with pytest.raises(ResourceError, match="no stack process answers"), engine_at(str(tmp_path / "nothing")):
         pass
     assert PAGE < STATE <= ROW
+
+
+class RandomCalls:
+    """Random calls of one engine's thread on pages of its own: wrong bytes or a late call are faults."""
+
+    def __init__(self, engine: Engine, tier: ServiceTier, first: int, seed: int) -> None:
+        self._engine, self._tier, self._first = engine, tier, first
+        self._rng = random.Random(seed)
+        self.loaded = self.failed = 0
+        self.slowest = 0.0
+
+    def run(self, over: threading.Event) -> None:
+        while not over.is_set():
+            began = time.monotonic()
+            self._call()
+            self.slowest = max(self.slowest, time.monotonic() - began)
+
+    def _call(self) -> None:
+        rng, tier = self._rng, self._tier
+        count = rng.randint(1, 8)
+        numbers = rng.sample(range(120), count)
+        names = [key(number, number % 2) for number in numbers]
+        places = range(self._first, self._first + count)
+        chance = rng.random()
+        if chance < 0.02:
+            with suppress(ResourceError):
+                tier.reset(SECONDS)
+        elif chance < 0.4:
+            for place, name in zip(places, names, strict=True):
+                self._engine.write(name, place)
+            self.failed += not all(each.ok for each in tier.store(names, places, SECONDS))
+        else:
+            if rng.random() < 0.5 and any(tier.find(names, SECONDS)):
+                tier.lease(names)
+            outcomes = tier.load(names, places, SECONDS)
+            tier.release(names)
+            for place, name, outcome in zip(places, names, outcomes, strict=True):
+                if outcome is LOADED:
+                    assert np.array_equal(self._engine.read(name, place), content(name)), name
+                    self.loaded += 1
+            if rng.random() < 0.5:  # the memory is the engine's again
+                for place, name in zip(places, names, strict=True):
+                    self._engine.write(name, place)
+                time.sleep(0.002)
+                for place, name in zip(places, names, strict=True):
+                    assert np.array_equal(self._engine.read(name, place), content(name)), name
+
+
+def test_random_calls_while_the_service_is_killed_and_frozen(file, tmp_path, seed, dial):
+    """Two engines, two threads each. No wrong byte, no call that is late, no byte written after a call."""
+    rng, path, strikes = random.Random(seed), str(tmp_path / "socket"), dial(60, 3)
+    with ExitStack() as opened:
+        service = opened.enter_context(stack_process(file, path))
+        engines = [opened.enter_context(engine_at(path, lease_seconds=0.3)) for _ in range(2)]
+        threads = opened.enter_context(ThreadPoolExecutor(4))
+        calls = [RandomCalls(*each, first, rng.randrange(1 << 30)) for each in engines for first in (0, 16)]
+        over = threading.Event()
+        opened.callback(over.set)
+        ended = [threads.submit(each.run, over) for each in calls]
+        for _ in range(strikes):
+            time.sleep(rng.uniform(0.3, 1.0))
+            if rng.random() < 0.5:
+                service.kill()
+                service.wait()
+                service = opened.enter_context(stack_process(file, path))
+            else:
+                service.send_signal(signal.SIGSTOP)
+                time.sleep(rng.uniform(0.1, 1.5))
+                service.send_signal(signal.SIGCONT)
+        time.sleep(1.0)
+        over.set()
+        for each in ended:
+            each.result()
+    loaded, slowest = sum(each.loaded for each in calls), max(each.slowest for each in calls)
+    failed = sum(each.failed for each in calls)
+    print(f"{strikes} strikes, {loaded} blocks loaded, {failed} stores failed, slowest call {slowest:.2f} s")
+    assert loaded > 10 * strikes
+    assert slowest < SECONDS + PATIENCE

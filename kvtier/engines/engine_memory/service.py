@@ -401,9 +401,12 @@ class ServiceTier:
         for group, some in by_group.items():
             blocks = GPURuns.whole([numbers[at] for at in some])
             groups.append(GPUGroup(GroupIndex(group), tuple(keys[at] for at in some), blocks))
-        job = self._stack.job(kind, groups, seconds)
-        self._jobs[job.job_id] = answer, list(itertools.chain.from_iterable(by_group.values()))
-        self._stack.submit(job)
+        try:
+            job_id = self._stack.submit(self._stack.job(kind, groups, seconds))
+        except UsageError as error:  # for the engine's thread
+            answer.set_exception(error)
+        else:
+            self._jobs[job_id] = answer, list(itertools.chain.from_iterable(by_group.values()))
 
     def _on_result(self, result: JobResult) -> None:
         answer, order = self._jobs.pop(result.job_id)
