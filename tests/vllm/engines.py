@@ -163,8 +163,8 @@ def engine(
     """An engine on `model`; with kvtier when a stack or `connector` is given, which goes into
     kv_connector_extra_config.
 
-    The connector is vLLM's own, unless `vllms_connector` is false. The stack is embedded, unless `connector` has
-    another driver: what was stored is on the disk alone once the engine has ended.
+    The connector is vLLM's own, unless `vllms_connector` is false. The stack is in a private process, unless
+    `connector` has another driver: what was stored is on the disk alone once the engine has ended.
     """
     connector, theirs = config.pop("connector", {}), config.pop("vllms_connector", True)
     settings: dict[str, Any] = {"model": str(model), "max_model_len": 12288, "disable_log_stats": False, **config}
@@ -176,7 +176,6 @@ def engine(
                 "spec_name": "KVTierSpec",
                 "spec_module_path": "kvtier.engines.vllm",
                 **({} if stack is None else {"stack": stack}),
-                "driver": "embedded",
                 **connector,
             },
         }

@@ -37,7 +37,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 from vllm.v1.request import RequestStatus
 
-from benchmarks.vllm_processes import fork_processes, slow_loads
+from benchmarks.vllm_processes import fork_processes
 from kvtier.engines.digests import ContentDigests, FileState
 from kvtier.engines.vllm.primary.worker import KVTierWorker
 
@@ -51,9 +51,8 @@ def main(config: dict[str, Any], questions: Connection) -> None:
     """Start an engine, say so, answer until the other end of the pipe is closed, shut the engine down.
 
     Packages of the folder that `site` names are as if they were installed.
-    Digests of files are not computed before the file exists that `digests_after` names. Loads from the disk take the
-    seconds a block that the file says which `slow_loads` names. The file that `loads_noted` names gets a word for each
-    load: `within` the step or `between` two, and `waiting` for each step that leaves requests waiting for one.
+    Digests of files are not computed before the file exists that `digests_after` names. The file that `loads_noted`
+    names gets a word for each load: `within` the step or `between` two, and `waiting` for each step that leaves requests waiting for one.
     `without` names a protection of `support_protections_engine` that is turned off. With `mamba_in_steps` a prompt's
     last state of Mamba 2 is stored at the end of a step, which on a CPU vLLM cannot store within one.
     """
@@ -61,8 +60,6 @@ def main(config: dict[str, Any], questions: Connection) -> None:
         sys.path.insert(0, site)
     if noted := config.pop("loads_noted", None):
         note_loads(Path(noted))
-    if slowness := config.pop("slow_loads", None):
-        slow_loads(lambda: float(Path(slowness).read_text()))
     if gate := config.pop("digests_after", None):
         wait_with_digests(Path(gate))
     if protection := config.pop("without", None):

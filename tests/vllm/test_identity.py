@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import ANSWER_SECONDS, BLOCK, VOCABULARY, Answer, Engine, engine, make_model, stack
+from engines import ANSWER_SECONDS, BLOCK, VOCABULARY, Answer, Engine, engine, make_model, stack, total
 from safetensors.torch import save_file
 
 from kvtier.engines.digests import YOUNG_SECONDS
@@ -192,19 +192,15 @@ def test_a_disk_joins_a_running_engine_when_the_digest_of_the_weights_is_known(b
         held_back = vllm.generate(prompts[:2])
         vllm.reset()
         gate.touch()
-        wait_for(vllm, "kvtier_tier_joined", "tier=fs", lambda joined: joined == 1)
-        joined = vllm.generate(prompts[2:])
+        until = time.monotonic() + ANSWER_SECONDS
+        while True:
+            joined = vllm.generate(prompts[2:])
+            if total(vllm.metrics(), "kvtier_loaded_blocks_total", "tier=fs"):
+                break
+            assert time.monotonic() < until, vllm.metrics()
+            vllm.reset()
     assert held_back.tokens + joined.tokens == before.answer.tokens
     assert held_back.cached + joined.cached == [0] * 2 + [5 * BLOCK] * 2
-
-
-def wait_for(vllm: Engine, metric: str, label: str, reached: Callable[[float], bool]) -> None:
-    deadline = time.monotonic() + ANSWER_SECONDS
-    while not any(
-        name.startswith(metric) and label in name and reached(value) for name, value in vllm.metrics().items()
-    ):
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"{metric} of {label} should be reached: {vllm.metrics()}")
 
 
 def changed(before: Before, folder: Path, change: Change) -> tuple[Path, Path, dict[str, Any]]:

@@ -61,7 +61,8 @@ def test_a_server_gives_the_same_tokens_after_the_disk_was_emptied(models, plain
 
 
 def test_an_engine_of_one_process_has_private_rows_and_gives_the_same_tokens(models, plain, root, tmp_path):
-    alone = {"environment": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}}
+    one_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    alone = {"environment": one_process, "connector": {"driver": "embedded"}}
     with engine(models["llama"], tmp_path, stack(root, 600), **alone) as vllm:
         cold = vllm.generate(prompts(SEED))
         vllm.reset()
