@@ -50,11 +50,11 @@ Hints = Sequence[tuple[str, dict[str, Any]]]
 def main(config: dict[str, Any], questions: Connection) -> None:
     """Start an engine, say so, answer until the other end of the pipe is closed, shut the engine down.
 
-    Packages of the folder that `site` names are as if they were installed.
-    Digests of files are not computed before the file exists that `digests_after` names. The file that `loads_noted`
-    names gets a word for each load: `within` the step or `between` two, and `waiting` for each step that leaves requests waiting for one.
-    `without` names a protection of `support_protections_engine` that is turned off. With `mamba_in_steps` a prompt's
-    last state of Mamba 2 is stored at the end of a step, which on a CPU vLLM cannot store within one.
+    Packages of the folder that `site` names are as if they were installed. Digests of files are not computed before the
+    file exists that `digests_after` names. The file that `loads_noted` names gets a word for each load: `within` the
+    step or `between` two, and `waiting` for each step that leaves requests waiting for one. `without` names a
+    protection of `support_protections_engine` that is turned off. With `mamba_in_steps` a prompt's last state of Mamba
+    2 is stored at the end of a step, which on a CPU vLLM cannot store within one.
     """
     if site := config.pop("site", None):
         sys.path.insert(0, site)
