@@ -1,4 +1,5 @@
-"""SGLang's own file backend beside kvtier, in turns, under SGLang's real controller: GB/s of backups and prefetches.
+"""SGLang's own file backend beside kvtier's disk and a `kvtier serve` with rows for everything above the same disk, in
+turns, under SGLang's real controller: GB/s of backups and prefetches.
 
     python tests/sglang/compare_disks.py FOLDER [--heads 22] [--pages 512] [--turns 5]
 
@@ -15,13 +16,19 @@ import statistics
 import sys
 import time
 import warnings
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from support_controller import Controller
 
-BACKENDS = ("file", "kvtier")
+BACKENDS = ("file", "kvtier", "service")
+STACK = """
+tiers:
+  - {{type: cpu, cpu_bytes_to_use: 2GiB}}
+  - {{type: fs, roots: ['{root}/kv'], capacity: 4GiB}}
+"""
 
 
 def main() -> None:
@@ -37,7 +44,7 @@ def main() -> None:
     sys.path[:0] = map(str, (folder / "on_cpu", folder, folder.parent / "support"))
     warnings.simplefilter("ignore")
     importlib.import_module("cpu_engine")
-    support = importlib.import_module("support_controller")
+    support, services = map(importlib.import_module, ("support_controller", "support_service"))
     figures: dict[str, list[tuple[float, float]]] = {name: [] for name in BACKENDS}
     for turn in range(options.turns):
         for name in BACKENDS if turn % 2 == 0 else BACKENDS[::-1]:
@@ -45,14 +52,19 @@ def main() -> None:
             shutil.rmtree(root, ignore_errors=True)
             root.mkdir(parents=True)
             os.environ["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = str(root)
-            extra = (
-                support.extra_config(roots=[str(root / "kv")], capacity="4GiB", load_timeout_seconds=8)
-                if name == "kvtier"
-                else None
-            )
-            controller = support.Controller(options.layout, options.pages, extra, head_num=options.heads)
-            figures[name].append(one_turn(controller, options.pages * support.PAGE_TOKENS, root))
-            controller.close()
+            with ExitStack() as opened:
+                extra = None
+                if name == "kvtier":
+                    place = {"roots": [str(root / "kv")], "capacity": "4GiB"}
+                    extra = support.extra_config(**place, load_timeout_seconds=8)
+                elif name == "service":
+                    (root / "stack.yaml").write_text(STACK.format(root=root))
+                    path = str(root / "socket")
+                    opened.enter_context(services.stack_process(root / "stack.yaml", path))
+                    extra = support.extra_config(service=path, load_timeout_seconds=8)
+                controller = support.Controller(options.layout, options.pages, extra, head_num=options.heads)
+                figures[name].append(one_turn(controller, options.pages * support.PAGE_TOKENS, root))
+                controller.close()
     page = controller.host.get_dummy_flat_data_page().nbytes
     print(f"{options.pages} pages of {page} bytes, {options.layout}, {options.turns} turns; median (lowest to highest)")
     for name, turns in figures.items():
