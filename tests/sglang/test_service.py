@@ -93,3 +93,13 @@ def test_two_servers_share_a_service_and_outlive_it(model, file, tmp_path):
             first.flush()
             second.flush()
             assert first.ask(PROMPT).tokens == second.ask(PROMPT).tokens == computed.tokens
+
+
+def test_two_ranks_of_tensor_parallelism_find_their_own_pages_at_one_service(model, socket, tmp_path):
+    config = extra_config(service=socket, prefetch_threshold=PAGE_TOKENS)
+    with server(model, tmp_path, config, **{"tp-size": 2}) as running:
+        computed = running.ask(PROMPT)
+        backed_up(running, WHOLE)
+        running.flush()
+        stored = running.ask(PROMPT)
+        assert (stored.cached, stored.from_storage, stored.tokens) == (WHOLE, WHOLE, computed.tokens)
