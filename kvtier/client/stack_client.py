@@ -42,14 +42,14 @@ REFUSALS = {str(each): each for each in HintRefusal}
 
 
 class StackClient(EngineClient):
-    """See the module's docstring. `geometry` is the layout in the process's rows; `has_submitted`: `step` has work."""
+    """See the module's docstring. `geometry` is the layout in the process's rows."""
 
     def __init__(self, identity: Identity, tensors: Sequence[torch.Tensor], gpu: LoadStore) -> None:
         """Connect and be served. Raises ResourceError, ConfigError as `connect`."""
         self._copy_ended = EventFD()
         self._transfers: Transfers | None = None
         self.events_lost = 0
-        self.has_submitted = False
+        self._has_submitted = False
         self._events_begun = False
         try:
             super().__init__(identity, tensors, gpu)
@@ -90,12 +90,17 @@ class StackClient(EngineClient):
         self._idle.register(connection, select.POLLIN)
         self._idle.register(self._copy_ended.fd, select.POLLIN)
 
+    def begin_job(self, job: TransferJob, request: ClientRequest | None) -> None:
+        """Begin a job of any size; its result comes out of a later `step`, which has work now."""
+        self.transfers.submit(job, request, time.monotonic())
+        self._has_submitted = True
+
     # -- the step ------------------------------------------------------------------------------------------------
 
     def step(self) -> list[JobResult]:
         """Once per engine step: take in what came, begin parts of jobs, send, return the jobs that ended."""
         self._forget_answers()
-        self.has_submitted = False
+        self._has_submitted = False
         self.turn()
         core = self.core
         if len(core.events) > EVENTS_MAX:
@@ -113,7 +118,7 @@ class StackClient(EngineClient):
         """Wait until `step` has work, or the time is over. True unless the time was over first."""
         if self._transfers is None:
             return super().wait(timeout_seconds)
-        if self._later or self._copied or self.transfers.results or self.has_submitted:
+        if self._later or self._copied or self.transfers.results or self._has_submitted:
             return True
         due = self.transfers.next_deadline - time.monotonic()
         found = self._idle.poll(max(0.0, min(due, timeout_seconds)) * 1e3)

@@ -210,8 +210,7 @@ class ProcessStack(ConnectedStack):
             check_types("a job's request", (request, ProcessRequest))
         if client.transfers.has(job.job_id):
             raise UsageError(f"job {job.job_id} is in flight already")
-        client.transfers.submit(job, None if request is None else request._request, time.monotonic())
-        client.has_submitted = True
+        client.begin_job(job, None if request is None else request._request)
         return job.job_id
 
     @call_of_stack

@@ -250,6 +250,8 @@ class StackServer:
             return "a greeting is a Hello and a pidfd"
         if fault := pidfd_fault(descriptors[0], pid):
             return fault
+        if hello.role not in ("scheduler", "worker"):
+            return "a process of an engine is its scheduler or a worker"
         if self.crash is not None and (fault := self.crash.refusal(hello.engine_id)):
             return fault
         if not set(PROTOCOLS).intersection(hello.protocols):

@@ -122,6 +122,7 @@ def test_a_process_of_the_same_place_or_of_another_layout_is_refused(tmp_path):
         assert "connected already" in greet(served.path, "worker", 1)
         assert "connected already" in greet(served.path, "scheduler")
         assert "no worker 2" in greet(served.path, "worker", 2)
+        assert "scheduler or a worker" in greet(served.path, "reader", token="two")
         assert "layout" in greet(served.path, "worker", token="two", layout=KVLayout.of_pages(PAGE))
         with open(os.devnull) as file:
             assert "no pidfd" in greet(served.path, "worker", token="two", pidfd=file.fileno())
