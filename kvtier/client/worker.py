@@ -215,8 +215,9 @@ class WorkerConnection:
         """
         try:
             self._rows = await self._first_rows()
-        except (ConfigError, ResourceError) as error:
-            if required:
+        except BaseException as error:
+            if required or not isinstance(error, ConfigError | ResourceError):
+                self._threads.shutdown()
                 raise
             _log.error("a worker is without a stack process: %s", error)
         self._following = asyncio.create_task(self._follow())

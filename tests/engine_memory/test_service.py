@@ -176,6 +176,7 @@ def test_engines_of_another_tag_find_nothing_and_wrong_calls_are_refused(socket,
             pass
     with pytest.raises(ResourceError, match="no stack process answers"), engine_at(str(tmp_path / "nothing")):
         pass
+    until(lambda: not any(each.name.startswith("kvtier") for each in threading.enumerate()), "all threads have ended")
     assert PAGE < STATE <= ROW
 
 

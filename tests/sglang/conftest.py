@@ -22,6 +22,7 @@ UNITS = [
     "test_peers.py",
     "test_pools.py",
     "test_random_operations.py",
+    "test_service.py",
 ]
 collect_ignore = ["on_cpu", *([] if HAS_SGLANG else UNITS)]
 sys.path.insert(0, str(FOLDER))
