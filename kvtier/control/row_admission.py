@@ -188,10 +188,10 @@ class RowAdmission:
     def remove(self, request: RowRequest | StoreRequest) -> None:
         """A request has ended."""
         age = request.age
-        if isinstance(request, LoadRequest):
+        if type(request) is LoadRequest:
             if self._requests.pop(age, None) is not None:
                 self._loads.remove(age)
-        elif isinstance(request, StoreRequest):
+        elif type(request) is StoreRequest:
             del self._stores[age]
             if self._stores_waiting:
                 self._stores_waiting.discard(age)
@@ -203,7 +203,7 @@ class RowAdmission:
         """Fills ended for the requests of these ages, or they were stopped: copy what arrived, look at what is left."""
         for age in sorted(set(ages)):
             request = self._requests.get(age)
-            if isinstance(request, LoadRequest):
+            if type(request) is LoadRequest:
                 request.copy_promoted(now)
                 if request.todo:
                     self._loads.add(age)

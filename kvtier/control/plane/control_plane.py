@@ -122,7 +122,7 @@ class OpenJobs:
             ended.sort(key=_loads_first)
         for request in ended:
             request.ended = now
-            del (self.loads if isinstance(request, LoadRequest) else self.stores)[request.job.job_id]
+            del (self.loads if type(request) is LoadRequest else self.stores)[request.job.job_id]
         self.ended += ended
         if len(self._deadlines) > STALE_MIN + 2 * len(self._by_age):
             self._deadlines = [each for each in self._deadlines if each[1] in self._by_age]
@@ -137,7 +137,7 @@ class OpenJobs:
 
 
 def _loads_first(request: LoadRequest | StoreRequest) -> tuple[bool, int]:
-    return isinstance(request, StoreRequest), request.age
+    return type(request) is StoreRequest, request.age
 
 
 class ControlPlane(Recipient):
