@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from engines import BLOCK, SEED, engine, prompts, stack
+from engines import BLOCK, SEED, engine, prompts, stack, stack_process
 
 from kvtier.cli import main
 from kvtier.traces.read import TraceLine, read_lines, read_trace
@@ -49,14 +51,18 @@ def test_requests_are_in_the_trace_with_their_lengths_and_shared_prefixes(models
     assert "every byte right" in told.output
 
 
-def test_a_killed_engine_leaves_what_it_had_written_and_a_salt_makes_starts_comparable(models, root, tmp_path):
+def test_what_is_killed_leaves_what_was_written_and_a_salt_makes_starts_comparable(
+    models, root, tmp_path, short_folder
+):
+    """An engine and its stack process, which writes the trace and would serve the next engine too."""
     folder, salt = tmp_path / "traces", tmp_path / "salt"
-    config = recording(root, folder, salt_file=str(salt))
+    config = recording(root, folder, salt_file=str(salt)) | {"runtime_dir": short_folder}
     with engine(models["llama"], tmp_path, config) as vllm:
         vllm.generate(prompts(SEED)[:2])
     with engine(models["llama"], tmp_path, config) as vllm:
         vllm.generate(prompts(SEED)[:2])
         vllm.kill()
+        os.kill(stack_process(short_folder), signal.SIGKILL)
     with engine(models["llama"], tmp_path, config) as vllm:
         vllm.generate(prompts(SEED)[:2])
     first, *_, last = [[line.hash_ids for line in read_lines(path)] for path in sorted(folder.glob("*.jsonl.gz"))]
