@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 import pytest
 from support_engine_memory import LAYOUT, LONG, PAGE, PAGES, STATE, Engine, content, key
-from support_service import end, peer_pid, stack_process, until
+from support_service import PAGE as SMALL_ROW
+from support_service import end, peer_pid, stack_process, stack_text, until
 
-from kvtier.engines.engine_memory.options import EngineMemoryOptions
+from kvtier.engines.engine_memory.options import ServiceOptions
 from kvtier.engines.engine_memory.service import ServiceTier
 from kvtier.errors import ConfigError, ResourceError, UsageError
 from kvtier.types.jobs import LATE, LOADED, BlockStatus
@@ -33,12 +34,8 @@ SECONDS, PATIENCE = 1.0, 20.0
 
 @pytest.fixture
 def file(tmp_path) -> Path:
-    (tmp_path / "root").mkdir(mode=0o700)
     path = tmp_path / "stack.yaml"
-    path.write_text(
-        f"tiers:\n  - {{type: cpu, cpu_bytes_to_use: {64 * ROW}}}\n"
-        f"  - {{type: fs, roots: ['{tmp_path}/root'], capacity: 16MiB, min_free_bytes: 0}}\n"
-    )
+    path.write_text(stack_text(64 * ROW // SMALL_ROW, tmp_path / "root"))
     return path
 
 
@@ -52,8 +49,8 @@ def socket(file, tmp_path) -> Iterator[str]:
 @contextmanager
 def engine_at(socket: str, tag: str = "", **options: Any) -> Iterator[tuple[Engine, ServiceTier]]:
     engine = Engine()
-    given = EngineMemoryOptions.model_validate({"type": "service", **options})
-    tier = ServiceTier(socket, given, Namespace(LAYOUT, tag=tag), engine.memory, "test", logging.getLogger("test"))
+    given = ServiceOptions.model_validate({"type": "service", "service": socket, **options})
+    tier = ServiceTier(given, Namespace(LAYOUT, tag=tag), engine.memory, "test", logging.getLogger("test"))
     try:
         yield engine, tier
     finally:

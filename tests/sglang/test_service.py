@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from support_controller import PAGE_TOKENS, Controller, extra_config
-from support_service import end, stack_process
+from support_service import PAGE, end, stack_process, stack_text
 from support_sglang import make_model, server
 from test_serving import PROMPT, WHOLE, backed_up, prompt
 
@@ -21,11 +21,7 @@ PAGES = list(range(8 * PAGE_TOKENS))
 @pytest.fixture
 def file(tmp_path) -> Path:
     path = tmp_path / "stack.yaml"
-    (tmp_path / "root").mkdir(mode=0o700)
-    path.write_text(
-        "tiers:\n  - {type: cpu, cpu_bytes_to_use: 64MiB}\n"
-        f"  - {{type: fs, roots: ['{tmp_path}/root'], capacity: 256MiB, min_free_bytes: 0}}\n"
-    )
+    path.write_text(stack_text((64 << 20) // PAGE, tmp_path / "root"))
     return path
 
 

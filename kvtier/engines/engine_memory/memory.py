@@ -36,6 +36,21 @@ class EngineMemory(ABC):
     def pieces(self, group: int, place: int) -> Sequence[Bytes]:
         """The block's bytes in order, as writable views of the engine's memory. `holds` of it is True."""
 
+    def read(self, group: int, place: int, target: Bytes) -> int:
+        """Copy a block to the front of `target`; the number of its bytes."""
+        start = 0
+        for piece in self.pieces(group, place):
+            np.copyto(target[start : start + piece.size].reshape(piece.shape), piece)
+            start += piece.size
+        return start
+
+    def write(self, group: int, place: int, source: Bytes) -> None:
+        """Copy a block from the front of `source`."""
+        start = 0
+        for piece in self.pieces(group, place):
+            np.copyto(piece, source[start : start + piece.size].reshape(piece.shape))
+            start += piece.size
+
     @abstractmethod
     def release(self) -> None:
         """Drop every reference to the memory. Every permit must be shut."""

@@ -155,8 +155,8 @@ OF_A_TIER = frozenset(LowerTierOptions.model_fields) | {"drain_timeout_seconds",
 def read_service(own: type[ServiceT], given: Mapping[str, Any], release: EngineRelease) -> ServiceT:
     """The options of an engine at a service. Raises ConfigError as `read_identified`."""
     known, at = own.model_fields.keys() - OF_A_TIER, release.options
-    for key in sorted(given.keys() - known):
-        raise ConfigError(f"is no key beside service; known are {', '.join(sorted(known))}", f"{at}.{key}")
+    if unknown := sorted(given.keys() - known):
+        raise ConfigError(f"is no key beside service; known are {', '.join(sorted(known))}", f"{at}.{unknown[0]}")
     return _identified(validate(own, {"type": "service", **given}, at), release)
 
 

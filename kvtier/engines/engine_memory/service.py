@@ -25,9 +25,9 @@ import numpy as np
 from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.aio.shielded_wait import shielded_wait
 from kvtier.engines.engine_memory.memory import Bytes, EngineMemory
-from kvtier.engines.engine_memory.options import EngineMemoryOptions
+from kvtier.engines.engine_memory.options import ServiceOptions
 from kvtier.engines.engine_memory.staging import CopyPermit
-from kvtier.engines.engine_memory.tier import memory_geometry
+from kvtier.engines.engine_memory.tier import BlockingCalls, memory_geometry
 from kvtier.engines.process_calls import ProcessRequest, check_wire_keys
 from kvtier.engines.process_stack import ProcessStack
 from kvtier.errors import ResourceError, UsageError
@@ -152,11 +152,7 @@ class MemoryCopies(LoadStore):
         with place.permit as granted:
             if not granted:
                 return False
-            start = 0
-            for piece in self._memory.pieces(group, place.place):
-                part = row[start : start + piece.size].reshape(piece.shape)
-                np.copyto(*((part, piece) if into_rows else (piece, part)))
-                start += piece.size
+            (self._memory.read if into_rows else self._memory.write)(group, place.place, row)
         return True
 
     async def close(self) -> None:
@@ -176,7 +172,7 @@ class HeldBlocks:
     request: ProcessRequest
 
 
-class ServiceTier:
+class ServiceTier(BlockingCalls):
     """Calls as those of a `BlockingTier`, over a service: each waits no longer than its `seconds`, whatever is wrong.
 
     When a call has returned nothing touches the memory that it named. While the service is gone nothing is found and
@@ -185,15 +181,9 @@ class ServiceTier:
     """
 
     def __init__(
-        self,
-        service: str,
-        options: EngineMemoryOptions,
-        namespace: Namespace,
-        memory: EngineMemory,
-        name: str,
-        log: logging.Logger,
+        self, options: ServiceOptions, namespace: Namespace, memory: EngineMemory, name: str, log: logging.Logger
     ) -> None:
-        """Connect to the service's socket. Raises ResourceError if none answers, ConfigError if it does not serve
+        """Connect to the socket of the options. Raises ResourceError if none answers, ConfigError if it does not serve
         this engine, GeometryError for blocks that fit into no row. The memory is the caller's to release then."""
         self._options = options
         self._memory = memory
@@ -215,7 +205,7 @@ class ServiceTier:
         layout = memory_geometry(namespace.layout, memory, 1).layout
         settings = StackSettings(close_timeout_seconds=options.close_timeout_seconds)
         parts = StackParts([self._copies], replace(namespace, layout=layout), [], engine_id=name, settings=settings)
-        self._stack = ProcessStack(parts, lambda: service)
+        self._stack = ProcessStack(parts, lambda: options.service)
         try:
             self._stack.open()
         except BaseException:
@@ -247,14 +237,6 @@ class ServiceTier:
         check_keys(keys, self._num_groups)
         self._post(partial(self._release, frozenset(keys)))
 
-    def store(self, keys: Sequence[OffloadKey], places: Sequence[int], seconds: float) -> list[BlockOutcome]:
-        """Store blocks, given in prefix order. One outcome for each; PRESENT counts as stored."""
-        return self._transfer(JobKind.STORE, keys, places, seconds)
-
-    def load(self, keys: Sequence[OffloadKey], places: Sequence[int], seconds: float) -> list[BlockOutcome]:
-        """Load blocks into their places. One outcome for each; after any but LOADED its place may have been written."""
-        return self._transfer(JobKind.LOAD, keys, places, seconds)
-
     def _transfer(
         self, kind: JobKind, keys: Sequence[OffloadKey], places: Sequence[int], seconds: float
     ) -> list[BlockOutcome]:
@@ -271,7 +253,8 @@ class ServiceTier:
         finally:
             permit.shut()
             self._copies.forget(numbers)
-            self._post(partial(self._cancel, answer))
+            if answer.cancelled():
+                self._post(partial(self._cancel, answer))
 
     def reset(self, timeout_seconds: float = 30.0) -> None:
         """Nothing that engines of this namespace have stored before is found when this returns, also after a crash.

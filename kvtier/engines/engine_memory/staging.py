@@ -209,27 +209,21 @@ class StagedTier(LoadStore):
         """Copy and seal; what a staging row has beyond the engine's block is zero, never an earlier block's."""
         for (group, place), row in zip(places, rows, strict=True):
             target = self._staging.block(row, self._geometry.aligned_bytes(group))
-            start = 0
             with permit as granted:
                 if not granted:
                     return False
-                for piece in self._memory.pieces(group, place):
-                    np.copyto(target[start : start + piece.size].reshape(piece.shape), piece)
-                    start += piece.size
-            target[start:] = 0
+                end = self._memory.read(group, place, target)
+            target[end:] = 0
             self._staging.set_checksum(row, checksum(target.data))
         return True
 
     def _empty(self, permit: CopyPermit, places: Sequence[Place], rows: Sequence[int], good: Sequence[bool]) -> bool:
         for (group, place), row in compress(zip(places, rows, strict=True), good):
             source = self._staging.block(row, self._geometry.aligned_bytes(group))
-            start = 0
             with permit as granted:
                 if not granted:
                     return False
-                for piece in self._memory.pieces(group, place):
-                    np.copyto(piece, source[start : start + piece.size].reshape(piece.shape))
-                    start += piece.size
+                self._memory.write(group, place, source)
         return True
 
 

@@ -14,6 +14,7 @@ import logging
 import threading
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -437,7 +438,25 @@ LOOK_AGAIN_SECONDS = 0.5
 """A call looks at the health of the tier's thread so often, where nothing arrives."""
 
 
-class BlockingTier(EngineMemoryTier):
+class BlockingCalls(ABC):
+    """Stores and loads for threads of an engine, each of which waits for its own blocks."""
+
+    def store(self, keys: Sequence[OffloadKey], places: Sequence[int], seconds: float) -> list[BlockOutcome]:
+        """Store blocks, given in prefix order. One outcome for each: PRESENT where it is here already."""
+        return self._transfer(JobKind.STORE, keys, places, seconds)
+
+    def load(self, keys: Sequence[OffloadKey], places: Sequence[int], seconds: float) -> list[BlockOutcome]:
+        """Load blocks into their places. One outcome for each; after any but LOADED its place may have been written."""
+        return self._transfer(JobKind.LOAD, keys, places, seconds)
+
+    @abstractmethod
+    def _transfer(
+        self, kind: JobKind, keys: Sequence[OffloadKey], places: Sequence[int], seconds: float
+    ) -> list[BlockOutcome]:
+        """The outcomes of a job, no later than in `seconds`; nothing touches the memory that it names then."""
+
+
+class BlockingTier(EngineMemoryTier, BlockingCalls):
     """Calls from any number of threads, each of which waits for its own call and no longer than its `seconds`.
 
     Whatever a disk does: when a call has returned, nothing touches the memory that it named any more. A call that ends
@@ -472,14 +491,6 @@ class BlockingTier(EngineMemoryTier):
                 return [False] * len(keys)
             self._receive()
             return self._decide(lambda: self.plane.find(keys, time.monotonic()))
-
-    def store(self, keys: Sequence[OffloadKey], places: Sequence[int], seconds: float) -> list[BlockOutcome]:
-        """Store blocks, given in prefix order. One outcome for each: PRESENT where it is here already."""
-        return self._transfer(JobKind.STORE, keys, places, seconds)
-
-    def load(self, keys: Sequence[OffloadKey], places: Sequence[int], seconds: float) -> list[BlockOutcome]:
-        """Load blocks into their places. One outcome for each; after any but LOADED its place may have been written."""
-        return self._transfer(JobKind.LOAD, keys, places, seconds)
 
     def _transfer(
         self, kind: JobKind, keys: Sequence[OffloadKey], places: Sequence[int], seconds: float

@@ -85,7 +85,7 @@ class KVTierHiCache(HiCacheStorage):  # type: ignore[misc]
         namespace = namespace_of(self._config, self._options, pools)
         options = self._options
         if options.service:
-            self._tier = ServiceTier(options.service, options, namespace, memory, "sglang", _log)
+            self._tier = ServiceTier(options, namespace, memory, "sglang", _log)
         else:
             self._tier = BlockingTier(options, namespace, memory, options.label, _log)
         self._pools = {pool.name: (group, pool) for group, pool in enumerate(pools)}

@@ -139,11 +139,17 @@ def _driver(extra: Mapping[str, Any]) -> str:
     return str(driver)
 
 
-def _flag_of_process(extra: Mapping[str, Any], key: str, default: bool, in_process: bool) -> bool:
-    """A flag that a stack in a process of its own alone has. Raises ConfigError for another value."""
+def _flag(extra: Mapping[str, Any], key: str, default: bool) -> bool:
+    """A flag. Raises ConfigError for another value."""
     value = extra.get(key, default)
     if not isinstance(value, bool):
         raise ConfigError("must be true or false", key)
+    return value
+
+
+def _flag_of_process(extra: Mapping[str, Any], key: str, default: bool, in_process: bool) -> bool:
+    """A flag that a stack in a process of its own alone has. Raises ConfigError for another value."""
+    value = _flag(extra, key, default)
     if in_process and value is not default:
         raise ConfigError(f"is of a stack in a process of its own: {DRIVER_KEY}: process", key)
     return value
@@ -225,10 +231,7 @@ def _loads_in_step(extra: Mapping[str, Any]) -> bool:
 
 def shares_prefixes(transfer: Any) -> bool:
     """True unless vLLM's `kv_transfer_config` turns it off. Raises ConfigError for another value."""
-    value = transfer.kv_connector_extra_config.get(SHARED_PREFIXES_KEY, True)
-    if not isinstance(value, bool):
-        raise ConfigError("must be true or false", SHARED_PREFIXES_KEY)
-    return value
+    return _flag(transfer.kv_connector_extra_config, SHARED_PREFIXES_KEY, True)
 
 
 def _for_engine(config: StackConfig, engine: int, engines: int) -> StackConfig:
