@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import random
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -104,6 +105,15 @@ class Engine:
 def total(told: dict[str, float], name: str, label: str = "") -> float:
     """The sum of a metric over its labels, of those alone that `label` is part of."""
     return sum(value for key, value in told.items() if key.startswith(name + "{") and label in key)
+
+
+def wait_for_figure(vllm: Engine, name: str, least: int) -> float:
+    """A metric summed over its labels, once it is that much. The figures of a stack process come with steps."""
+    until = time.monotonic() + ANSWER_SECONDS
+    while (found := total(vllm.metrics(), name)) < least:
+        assert time.monotonic() < until, found
+        vllm.generate([[5, 6, 7]], tokens=1)
+    return found
 
 
 @cache

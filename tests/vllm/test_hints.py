@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
-from engines import ANSWER_SECONDS, BLOCK, SEED, Engine, block_bytes, engine, prompts, stack, total
+from engines import BLOCK, SEED, Engine, block_bytes, engine, prompts, stack, total, wait_for_figure
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 ROWS = 48
@@ -65,10 +64,7 @@ def test_a_session_is_in_rows_again_before_its_next_turn(models, root, tmp_path)
         flood(vllm)
         before = figure(vllm, "kvtier_hit_blocks_total", "tier=fs")
         vllm.generate([tiny], tokens=1, hints=[("prefetch", {"session": "agent"})], http=True)
-        until = time.monotonic() + ANSWER_SECONDS
-        while (prefetched := figure(vllm, "kvtier_prefetched_blocks_total")) < whole(agent) // BLOCK:
-            assert time.monotonic() < until, prefetched
-            vllm.generate([tiny], tokens=1)  # figures come with steps
+        prefetched = wait_for_figure(vllm, "kvtier_prefetched_blocks_total", whole(agent) // BLOCK)
         turn = vllm.generate([agent], hints=[("release", {"session": "agent"})])
         hits = figure(vllm, "kvtier_hit_blocks_total", "tier=fs") - before
         kept = figure(vllm, "kvtier_retained_bytes")

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import yaml
-from engines import ANSWER_SECONDS, BLOCK, SEED, Engine, engine, prompts, stack, total
+from engines import BLOCK, SEED, Engine, engine, prompts, stack, total, wait_for_figure
 from support_paths import PROJECT
 from support_service import stack_process
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 ROWS = 64
+COMPUTED_SOONER = "kvtier_computed_sooner_blocks_total"
 
 
 def cached(vllm: Engine, asked: list[list[int]]) -> list[int]:
@@ -28,16 +29,7 @@ def cached(vllm: Engine, asked: list[list[int]]) -> list[int]:
 
 
 def counted(vllm: Engine) -> float:
-    return total(vllm.metrics(), "kvtier_computed_sooner_blocks_total")
-
-
-def counted_from(vllm: Engine, least: int) -> float:
-    """The figure, once it is more than `least`: figures come with steps."""
-    until = time.monotonic() + ANSWER_SECONDS
-    while (computed := counted(vllm)) <= least:
-        assert time.monotonic() < until, computed
-        vllm.generate([[5, 6, 7]], tokens=1)
-    return computed
+    return total(vllm.metrics(), COMPUTED_SOONER)
 
 
 @contextmanager
@@ -68,7 +60,7 @@ def test_the_speed_of_the_engine_is_measured(models, plain, root, tmp_path, shor
     with slow_disk(models, tmp_path, short_folder, slowness, config) as vllm:
         cold = [vllm.generate([prompt]).tokens[0] for prompt in asked]
         slow = cached(vllm, asked[:10])
-        computed = counted_from(vllm, 10)
+        computed = wait_for_figure(vllm, COMPUTED_SOONER, 11)
     print(slow, computed)
     assert cold == plain["llama"].tokens
     assert slow[0] >= 8 * BLOCK, "nothing is known of the disk before its first load"
@@ -88,7 +80,7 @@ def test_a_slow_disk_is_not_waited_for_and_used_again_when_it_is_fast(models, pl
         slow = cached(vllm, asked)
         begun = time.monotonic()
         tokens = vllm.generate(asked[:4]).tokens
-        computed = counted_from(vllm, 20)
+        computed = wait_for_figure(vllm, COMPUTED_SOONER, 21)
         slowness.write_text("0")
         again: list[int] = []
         while not again or (sum(again[-8:]) < 0.9 * sum(fast[-8:]) and time.monotonic() < begun + 200):
