@@ -13,9 +13,8 @@ if TYPE_CHECKING:
     from kvtier.engines.process_stack import ProcessStack, connect_engine_stack, open_engine_stack
     from kvtier.errors import ConfigError, GeometryError, IntegrityError, KVTierError, ResourceError, UsageError
     from kvtier.metrics import metric_families
-    from kvtier.stack import CloseReport, EngineStack, StackStats, TierStack, TierStats
-    from kvtier.stack.core import EngineCalls
-    from kvtier.stack.engine_stack import PlacingCalls
+    from kvtier.stack import CloseReport, StackStats, TierStack, TierStats
+    from kvtier.stack.engine_calls import EngineCalls
     from kvtier.stack.request import StackRequest
     from kvtier.tier.contract import LookupResult
     from kvtier.types.events import OffloadingEvent
@@ -35,9 +34,8 @@ _NAMES = {
     "kvtier.engines.process_stack": "ProcessStack connect_engine_stack open_engine_stack",
     "kvtier.errors": "ConfigError GeometryError IntegrityError KVTierError ResourceError UsageError",
     "kvtier.metrics": "metric_families",
-    "kvtier.stack": "CloseReport EngineStack StackStats TierStack TierStats",
-    "kvtier.stack.core": "EngineCalls",
-    "kvtier.stack.engine_stack": "PlacingCalls",
+    "kvtier.stack": "CloseReport StackStats TierStack TierStats",
+    "kvtier.stack.engine_calls": "EngineCalls",
     "kvtier.stack.request": "StackRequest",
     "kvtier.tier.contract": "LookupResult",
     "kvtier.types.events": "OffloadingEvent",
@@ -58,8 +56,8 @@ __all__ += ["ProcessCalls", "ProcessRequest", "ProcessReservation"]
 __all__ += ["ProcessStack", "connect_engine_stack", "open_engine_stack"]
 __all__ += ["ConfigError", "GeometryError", "IntegrityError", "KVTierError", "ResourceError", "UsageError"]
 __all__ += ["metric_families"]
-__all__ += ["CloseReport", "EngineStack", "StackStats", "TierStack", "TierStats"]
-__all__ += ["EngineCalls", "PlacingCalls", "StackRequest"]
+__all__ += ["CloseReport", "StackStats", "TierStack", "TierStats"]
+__all__ += ["EngineCalls", "StackRequest"]
 __all__ += ["LookupResult"]
 __all__ += ["OffloadingEvent"]
 __all__ += ["GroupKind", "GroupLayout", "KVLayout", "TensorRef"]

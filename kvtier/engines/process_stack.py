@@ -1,7 +1,7 @@
-"""The stack of a synchronous engine that is written in Python: in a process of its own, or in the engine's.
+"""The stack of a synchronous engine that is written in Python, in a process of its own.
 
-`ProcessStack` has the calls of an `EngineStack`. The engine's thread and the tiers share no interpreter: a process does
-all I/O, and a thread beside the engine's copies between its tensors and shared rows.
+The engine's thread and the tiers share no interpreter: a process does all I/O, and a thread beside the engine's copies
+between its tensors and shared rows.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import secrets
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, Self, TypeVar
 
 from kvtier.aio.weak_call import weak_call
 from kvtier.client.connection import Identity
@@ -23,10 +23,10 @@ from kvtier.config import StackConfig, load_stack, stack_parts
 from kvtier.engines.process_calls import ConnectedStack, ProcessCalls, ProcessRequest, call_of_stack, check_wire_keys
 from kvtier.errors import ConfigError, UsageError
 from kvtier.stack.assembly import StackParts
-from kvtier.stack.core import BlockGroup, check_job, whole_groups
+from kvtier.stack.jobs import BlockGroup, check_job, whole_groups
 from kvtier.stack.shutdown import CloseReport
 from kvtier.stack.watching.stats import StackStats
-from kvtier.tier.contract import LoadStore, LookupResult
+from kvtier.tier.contract import LookupResult
 from kvtier.tier.registry import discover
 from kvtier.types.checks import check_hint, check_info, check_keys, check_text, check_timeout, check_types, check_whole
 from kvtier.types.events import OffloadingEvent
@@ -40,12 +40,9 @@ from kvtier.types.requests import RequestInfo
 if TYPE_CHECKING:
     import torch
 
-    from kvtier.stack.engine_stack import EngineStack
-
 P = ParamSpec("P")
 T = TypeVar("T")
 
-Driver = Literal["process", "embedded"]
 CLOSE_GRACE_SECONDS = 10.0
 _log = logging.getLogger(__name__)
 
@@ -53,11 +50,11 @@ _log = logging.getLogger(__name__)
 class ProcessStack(ConnectedStack):
     """Use it as `with ProcessStack(parts, socket) as stack`, and call `step` once per engine step from one thread.
 
-    It has the calls of an `EngineStack`, with these differences. `lookup` says RETRY until an answer of the stack
-    process has come, also for keys in rows; in a step it waits for that for a millisecond, once. `locate`, `hint`,
-    `stats`, `reset` and `close` wait for the stack process. `has_pending_work` counts the engine's own jobs: the
-    process writes back without being stepped. `take_events` begins with its first call. What a load asks for is cut to
-    what is worth a load where the stack file names a speed of prefills, so `worth_loading` is the number of its keys.
+    `lookup` says RETRY until an answer of the stack process has come, also for keys in rows; in a step it waits for
+    that for a millisecond, once. `locate`, `hint`, `stats`, `reset` and `close` wait for the stack process.
+    `has_pending_work` counts the engine's own jobs: the process writes back without being stepped. What a load asks for
+    is cut to what is worth a load where the stack file names a speed of prefills, so `worth_loading` is the number of
+    its keys.
 
     If the stack process ends, every lookup is a miss and stores are dropped until this engine is connected to the next
     one, which is started where it is private. In a child forked from the process that
@@ -101,9 +98,11 @@ class ProcessStack(ConnectedStack):
         self._owner.check()
         if self._client is not None or self._closing:
             raise UsageError("a stack is opened once")
-        gpu = self._parts.tiers[0]
-        if self._parts.kv_caches is None or gpu.medium != GPU:
+        gpu, tensors = self._parts.tiers[0], self._parts.kv_caches
+        if tensors is None or gpu.medium != GPU:
             raise UsageError("a stack in a process of its own is opened with the engine's tensors")
+        if others := {tensor.device.type for tensor in tensors} - {"cpu", "cuda"}:
+            raise ConfigError(f"a stack process serves tensors in host memory or on CUDA, not on {min(others)}")
         self._owner.claim()
         process = self._process()
         private = process if isinstance(process, PrivateStack) else None
@@ -112,7 +111,7 @@ class ProcessStack(ConnectedStack):
         path = process if isinstance(process, str) else process.path
         parts = self._parts
         identity = Identity(path, parts.namespace, parts.engine_id, secrets.token_hex(16), private, self._reads_only)
-        self._client = StackClient(identity, self._parts.kv_caches, gpu)
+        self._client = StackClient(identity, tensors, gpu)
         atexit.register(self._at_exit)
 
     def close(self) -> CloseReport:
@@ -274,7 +273,7 @@ class ProcessStack(ConnectedStack):
         if info is not None:
             check_info(info)
         if time is not None:
-            raise UsageError("the time of a request is that of the stack process; use an embedded stack for a trace")
+            raise UsageError("the time of a request is the stack process's own; `open_stack` takes one")
         request = ProcessRequest(self, client.core.request(request_id, (), info))
         if keys is not None:
             check_keys(keys, client.geometry.num_groups)
@@ -363,32 +362,18 @@ class ProcessStack(ConnectedStack):
 def open_engine_stack(
     stack: str | os.PathLike[str] | StackConfig,
     layout: KVLayout | Namespace,
-    tensors: Sequence[torch.Tensor] | None = None,
+    tensors: Sequence[torch.Tensor],
     *,
     model: str = "",
-    workers: Sequence[LoadStore] = (),
     engine_id: str = "",
-    driver: Driver | None = None,
-) -> ProcessStack | EngineStack:
-    """A stack for a synchronous engine, for `with`: the other arguments are those of `open_stack`.
+) -> ProcessStack:
+    """A stack for a synchronous engine, for `with`: the arguments are those of `open_stack`.
 
-    With the driver `process` it is in a process of its own, which is started unless it is there; engines of this user
-    with the same stack file share one. With `embedded` it is in this process. Left out: `process` for tensors of this
-    process in host memory or on CUDA, else `embedded`.
+    It is in a process of its own, which is started unless it is there; engines of this user with the same stack file
+    share one. Opening it raises ConfigError for tensors that are neither in host memory nor on CUDA.
     """
-    if driver not in (None, "process", "embedded"):
-        raise UsageError("the driver of a stack is 'process' or 'embedded'")
     config = stack if isinstance(stack, StackConfig) else load_stack(stack)
-    parts = stack_parts(config, layout, tensors, workers, engine_id=engine_id, model=model)
-    if driver is None:
-        known = tensors is not None and all(tensor.device.type in ("cpu", "cuda") for tensor in tensors)
-        driver = "process" if known and not workers else "embedded"
-    if driver == "embedded":
-        from kvtier.stack.engine_stack import EngineStack
-
-        return EngineStack(parts)
-    if tensors is None or workers:
-        raise ConfigError("a stack in a process of its own serves the tensors of the calling process", "driver")
+    parts = stack_parts(config, layout, tensors, engine_id=engine_id, model=model)
     text = config.model_dump_json(exclude_unset=True)
     return ProcessStack(parts, lambda: PrivateStack(text, config.runtime_dir))
 

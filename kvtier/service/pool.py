@@ -392,7 +392,7 @@ class Pool(TierStack):
         self._ends.end(list(zip(copy.rows, copy.generations, strict=True)), copy.errors)
 
     @guard_step
-    def distrust(self, session: Session, reason: str) -> asyncio.Future[object]:
+    def distrust(self, session: Session, reason: str) -> asyncio.Future[None]:
         """Reset, and hold the lower tiers back, for an engine that leaves. Returns what ends once that is durable.
 
         Raises UsageError for a reason that is not one short line.
@@ -410,26 +410,25 @@ class Pool(TierStack):
         return _fault_of(durable)
 
     @guard_step
-    def _reset_all(self) -> asyncio.Future[object]:
+    def _reset_all(self) -> asyncio.Future[None]:
         durable = self.begin_reset(None)
         self._carry_out()
         return durable
 
-    def begin_reset(self, session: Session | None) -> asyncio.Future[object]:
+    def begin_reset(self, session: Session | None) -> asyncio.Future[None]:
         """Reset as `TierStack.reset` does. The sessions know at once; `ResetDone` follows when it is durable."""
         super()._carry_out()  # before: what was decided in the epoch that ends
-        make_durable = self._begin_reset()
+        durable = self._begin_reset()
         if self._kept is not None:
             self._kept.on_reset(self.plane.control.epoch)
         for each in self.sessions.values():
             each.on_reset(each is session, self._clock())
-        durable = asyncio.ensure_future(make_durable())
         if session is not None:
             durable.add_done_callback(partial(self._on_reset_done, session))
         return durable
 
     @guard_step
-    def _on_reset_done(self, session: Session, ended: asyncio.Future[object]) -> None:
+    def _on_reset_done(self, session: Session, ended: asyncio.Future[None]) -> None:
         fault = _fault_of(ended)
         if self.is_open:
             session.on_reset_done(fault)
@@ -551,7 +550,7 @@ class Pool(TierStack):
         raise error
 
 
-def _fault_of(ended: asyncio.Future[object]) -> str:
+def _fault_of(ended: asyncio.Future[None]) -> str:
     """The exception that a future has ended with, in a line; empty if it has a result."""
     error = asyncio.CancelledError() if ended.cancelled() else ended.exception()
     return "" if error is None else f"{type(error).__name__}: {error}"

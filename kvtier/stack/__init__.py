@@ -1,6 +1,6 @@
-"""The tier stack: drivers of the control plane over the backends; the only room that touches both.
+"""The tier stack: drives the control plane over the backends; the only room that touches both.
 
-A process loads the driver that it uses.
+`TierStack` is loaded at its first use: parts and figures are needed without it.
 """
 
 from typing import TYPE_CHECKING
@@ -10,18 +10,15 @@ from kvtier.stack.shutdown import CloseReport
 from kvtier.stack.watching.stats import StackStats, TierStats
 
 if TYPE_CHECKING:
-    from kvtier.stack.engine_stack import EngineStack
     from kvtier.stack.tier_stack import TierStack
 else:
 
     def __getattr__(name: str) -> object:
-        if name == "EngineStack":
-            from kvtier.stack.engine_stack import EngineStack as driver
-        elif name == "TierStack":
-            from kvtier.stack.tier_stack import TierStack as driver
-        else:
+        if name != "TierStack":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return globals().setdefault(name, driver)
+        from kvtier.stack.tier_stack import TierStack
+
+        return globals().setdefault(name, TierStack)
 
 
-__all__ = ["CloseReport", "EngineStack", "StackParts", "StackSettings", "StackStats", "TierStack", "TierStats"]
+__all__ = ["CloseReport", "StackParts", "StackSettings", "StackStats", "TierStack", "TierStats"]

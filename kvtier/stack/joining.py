@@ -185,14 +185,11 @@ class Joining:
         return task
 
     def stop(self) -> None:
-        """Open no tier any more, and hand none over. From any thread."""
-        self._loop.call_soon_threadsafe(self._cancel)
-
-    def _cancel(self) -> None:
+        """Open no tier any more, and hand none over."""
         for task in self._tasks:
             task.cancel()
 
     async def end(self, timeout_seconds: float) -> asyncio.CancelledError | None:
         """Stop, and wait until that has an end, at most for that long. Goes on when cancelled, and returns that."""
-        self._cancel()
+        self.stop()
         return await wait_done(asyncio.ensure_future(asyncio.wait(self._tasks)), timeout_seconds)

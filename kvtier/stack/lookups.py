@@ -1,4 +1,4 @@
-"""Lookups in shared tiers: bounded in number and in time, because a tier may never answer."""
+"""Lookups in shared tiers, bounded in number and in time because a tier may never answer, and who waits for them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from contextlib import suppress
 from kvtier.control.jobs import Arrival, PresenceQuery
 from kvtier.stack.assembly import look_up
 from kvtier.tier.contract import LoadStore
+from kvtier.types.keys import OffloadKey
 
 LOOKUPS_MAX = 256
 """Lookups in flight in shared tiers; further keys are misses."""
@@ -43,3 +44,28 @@ async def _look_up(tier: LoadStore, query: PresenceQuery, deliver: Callable[[Seq
     with suppress(TimeoutError):
         async with asyncio.timeout(LOOKUP_SECONDS_MAX):
             deliver(await look_up(tier, query))
+
+
+class AnswerWaits:
+    """Calls that wait until a shared tier has answered for one of their keys."""
+
+    def __init__(self) -> None:
+        self._keys: dict[asyncio.Future[None], frozenset[OffloadKey]] = {}
+
+    def wake(self, answered: Sequence[OffloadKey] | None) -> None:
+        """Have those go on that wait for one of these keys; all of them if None."""
+        for future, keys in self._keys.items():
+            if not future.done() and (answered is None or not keys.isdisjoint(answered)):
+                future.set_result(None)
+
+    async def wait(self, keys: frozenset[OffloadKey], deadline: float) -> None:
+        """Wait for an answer for one of these keys, at most until the deadline, by the loop's time."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._keys[future] = keys
+        try:
+            async with asyncio.timeout_at(deadline):
+                await future
+        except TimeoutError:
+            return
+        finally:
+            del self._keys[future]

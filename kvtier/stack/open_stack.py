@@ -1,4 +1,4 @@
-"""An open stack's parts: made by `assembly`, used by both faces and by `shutdown`."""
+"""An open stack's parts: made by `assembly`, used by `TierStack` and by `shutdown`."""
 
 from __future__ import annotations
 

@@ -1,16 +1,14 @@
-"""The journal: whoever takes in what policies were told, and whenever, answers are the same."""
+"""The journal: whenever what policies were told is taken in, answers are the same."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from contextlib import nullcontext
 
 import numpy as np
 import pytest
-from support_journal import second_thread
 
-from kvtier.policy.reuse.journal import ENTRIES_MAX, PIECE, Journal
+from kvtier.policy.reuse.journal import ENTRIES_MAX, Journal
 from kvtier.tools.whatif.miss_ratio import PolicyReplay
 from kvtier.traces.requests import Request
 from kvtier.types.keys import OffloadKey, RequestId, make_key
@@ -47,27 +45,18 @@ def test_when_it_is_taken_in_makes_no_difference(monkeypatch: pytest.MonkeyPatch
     assert late[0] > REQUESTS
     assert late[1] > BLOCKS
     assert play(lambda journal: journal.take_in()) == late
-    assert play(lambda journal: journal.take_in_some() if rng.random() < 0.3 else None) == late
+    assert play(lambda journal: journal.take_in() if rng.random() < 0.3 else None) == late
     monkeypatch.setattr(STATE, 0)
     assert play() == late
 
 
-def test_a_second_thread_makes_no_difference() -> None:
-    alone = play()
-    with second_thread() as share:
-        assert play(share) == alone
-
-
-def test_calls_are_made_in_order_in_pieces() -> None:
+def test_calls_are_made_in_order() -> None:
     journal, made = Journal(), list[int]()
-    for number in range(PIECE + 2):
-        journal.add(made.append, number)
-    assert made == []
-    assert journal.take_in_some()
-    assert made == list(range(PIECE))
-    assert not journal.take_in_some()
+    for number in range(9):
+        assert journal.add(made.append, number) == number + 1
+    assert (made, journal.done) == ([], 0)
     journal.take_in()
-    assert made == list(range(PIECE + 2))
+    assert (made, journal.done) == (list(range(9)), 9)
 
 
 def test_few_calls_wait() -> None:
@@ -75,22 +64,3 @@ def test_few_calls_wait() -> None:
     for number in range(ENTRIES_MAX + 1):
         journal.add(made.append, number)
     assert made == list(range(ENTRIES_MAX + 1))
-
-
-def test_a_call_that_raises_in_the_second_thread_raises_where_it_is_asked_from_then_on() -> None:
-    journal, made = Journal(), list[int]()
-    journal.lock = nullcontext()
-
-    def fail(number: int) -> None:
-        raise KeyError(number)
-
-    journal.add(fail, 1)
-    journal.add(made.append, 2)
-    assert not journal.take_in_some()
-    assert not journal.take_in_some()
-    for _ in range(2):
-        with pytest.raises(KeyError):
-            journal.take_in()
-        with pytest.raises(KeyError):
-            journal.add(made.append, 3)
-    assert made == []
