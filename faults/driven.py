@@ -18,7 +18,7 @@ import numpy as np
 from kvtier import policy as policies
 from kvtier.control.tiers.breaker import Breaker
 from kvtier.options import PolicyName, TierOptions
-from kvtier.stack import EngineStack, StackParts, StackSettings, TierStats
+from kvtier.stack import StackParts, StackSettings, TierStats
 from kvtier.testing import Owners, content
 from kvtier.testing.conformance import make_keys
 from kvtier.tier.contract import LoadStore, LookupResult, Opened, TierContext
@@ -31,6 +31,7 @@ from kvtier_cpu import CPUBackend, CPUOptions
 from kvtier_fs import FSBackend, SharedFSBackend
 
 from .machine.child import Line
+from .stepped import SteppedStack
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -121,14 +122,14 @@ class Drive:
 
 
 class Engine:
-    """A synchronous engine over an EngineStack: looks up, loads what is there, computes and stores the rest.
+    """An engine over a stack that it drives step by step: looks up, loads what is there, computes and stores the rest.
 
     Its requests take `REQUEST_BLOCKS` keys each, from `sessions` distinct prompts chosen by a seed. `with Engine(...)`
     opens the stack and closes it; `close_seconds` says how long the latter took.
     """
 
     def __init__(self, parts: StackParts, memory: Memory, seed: int, sessions: int) -> None:
-        self.stack = EngineStack(parts)
+        self.stack = SteppedStack(parts)
         self.felt = Felt()
         self.wrong: list[str] = []
         self.close_seconds = 0.0

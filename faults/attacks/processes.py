@@ -36,7 +36,7 @@ ATTACKS = (
     ),
     Attack(
         "steps that raise",
-        "an exception, or Ctrl-C, inside a random step of a TierStack, an EngineStack and a tier below an engine's "
+        "an exception, or Ctrl-C, inside a random step of a TierStack and a tier below an engine's "
         "memory, over fs, while they store, load, look up, reserve, reset and close; then the root is opened again",
         24, 2000, partial(flat, "support_steps.steps_that_raise"), shards=4,
     ),

@@ -209,35 +209,32 @@ def _unknown_places(budget: Budget) -> dict[str, tuple[str, Callable[..., Remote
 
 
 def forks(budget: Budget, start: Start) -> Tally:
-    """A child may not use the tier, and ends as it likes: at once or in order. Its parent goes on."""
+    """A child may not use the tier, and leaves as asyncio demands of it. Its parent goes on."""
     tally, rng = Tally(), random.Random(budget.seed)
-    for number in range(budget.count):
+    for _ in range(budget.count):
         with start(16 << 20) as server, leaving_nothing(tally, "fork"):
-            _fork_round(tally, server, number % 2 == 1, rng.randrange(1 << 30))
+            _fork_round(tally, server, rng.randrange(1 << 30))
     return tally
 
 
-def _fork_round(tally: Tally, server: RemoteServer, in_order: bool, seed: int) -> None:
+def _fork_round(tally: Tally, server: RemoteServer, seed: int) -> None:
     engine = engine_over(server.tier(close_timeout_seconds=CLOSE_SECONDS), seed=seed, load_seconds=JOB_SECONDS)
     with engine:
         engine.fill()
         before = engine.lower.loaded
-        _forked(tally, partial(_use, engine, in_order))
+        _forked(tally, partial(_use, engine))
         engine.run_until(lambda: engine.lower.loaded > before, FORK_SECONDS)
         tally.expect(engine.lower.loaded > before, f"the parent loaded nothing: {engine.lower.dropped}")
     judge_bytes(tally, engine, "fork")
 
 
-def _use(engine: Engine, in_order: bool, line: Line) -> None:
+def _use(engine: Engine, line: Line) -> None:
     try:
         engine.run(requests=1)
         line.say("used")
     except UsageError:
         line.say("refused")
     engine.stack.close()
-    if in_order:
-        engine.felt.close()
-        raise SystemExit(0)
     os._exit(0)
 
 
@@ -273,7 +270,7 @@ ATTACKS = (
     ),
     Attack(
         "fork over valkey",
-        "a process forks with a tier open: the child is refused and ends, at once or in order; the parent goes on",
+        "a process forks with a tier open: the child is refused and ends; the parent goes on",
         2, 200, lambda budget: forks(budget, valkey), missing=without_valkey,
     ),
 )  # fmt: skip

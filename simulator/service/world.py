@@ -298,7 +298,7 @@ class CountedPool:
         self._begin = server.pool.begin_reset
         server.pool.begin_reset = self.begin_reset  # type: ignore[method-assign]
 
-    def begin_reset(self, session: Session | None) -> asyncio.Future[object]:
+    def begin_reset(self, session: Session | None) -> asyncio.Future[None]:
         """Count what is reachable, then reset."""
         server = self._server
         assert session is not None  # no operator

@@ -12,10 +12,10 @@ import pytest
 from click.testing import CliRunner, Result
 from support_stack import PLAIN, Engine, fs, keys, parts_of, stack_file, statuses, whole
 
+from faults.stepped import SteppedStack
 from kvtier.cli import main
 from kvtier.cli.terminal import BAR_CELLS, bar
 from kvtier.errors import ConfigError
-from kvtier.stack import EngineStack
 from kvtier.tools.bench.results import machine
 from kvtier.tools.bench.run import PREFIX, folder_beside
 from kvtier.types.jobs import MISSING, JobKind, JobResult, TransferJob
@@ -80,7 +80,7 @@ def test_a_shared_root_is_measured_too(tmp_path: Path) -> None:
 def test_what_is_stored_in_a_root_in_use_stays_as_it_is(tmp_path: Path) -> None:
     root = tmp_path / "root"
     engine, names = Engine(PLAIN, 16), keys(8)
-    with EngineStack(parts_of(stack_file(PLAIN, 8, fs(root)), engine)) as stack:
+    with SteppedStack(parts_of(stack_file(PLAIN, 8, fs(root)), engine)) as stack:
         assert run(stack, engine, JobKind.STORE, names) == {"stored"}
         while stack.has_pending_work:
             stack.step()
@@ -93,7 +93,7 @@ def test_what_is_stored_in_a_root_in_use_stays_as_it_is(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(f"{PREFIX}*"))
 
 
-def run(stack: EngineStack, engine: Engine, kind: JobKind, names: list[OffloadKey]) -> set[str]:
+def run(stack: SteppedStack, engine: Engine, kind: JobKind, names: list[OffloadKey]) -> set[str]:
     """Store blocks as their keys say, or load and compare them; the outcomes."""
     blocks = whole(names)
     if kind is JobKind.STORE:

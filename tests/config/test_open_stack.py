@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,6 @@ from support_stack import run_jobs
 
 import kvtier
 from kvtier.config import stack_parts
-from kvtier.stack.workers.engine_copier import EngineCopies
 
 TEXT = "tiers: [{type: cpu, cpu_bytes_to_use: 1MiB}]"
 LAYOUT = kvtier.KVLayout.of_pages(4096, block_size=16)
@@ -59,38 +59,39 @@ def test_a_file_that_is_missing_is_a_config_error(tmp_path: Path):
         kvtier.open_stack(tmp_path / "no.yaml", LAYOUT, tensors())
 
 
-@pytest.mark.parametrize(
-    ("driver", "face"),
-    [(None, kvtier.ProcessStack), ("process", kvtier.ProcessStack), ("embedded", kvtier.EngineStack)],
-)
-def test_an_engine_stack_opens_from_the_same_arguments(short_folder, driver, face):
+def test_an_engine_stack_opens_from_the_same_arguments(short_folder):
     config = kvtier.parse_stack(f"{{runtime_dir: {short_folder}, {TEXT}}}")
-    with kvtier.open_engine_stack(config, LAYOUT, tensors(), model="m", driver=driver) as stack:
-        assert type(stack) is face
+    with kvtier.open_engine_stack(config, LAYOUT, tensors(), model="m") as stack:
+        assert type(stack) is kvtier.ProcessStack
         assert stack.geometry.row_bytes == 4096
     assert stack.close_report == kvtier.CloseReport(0, 0)
 
 
-def test_workers_of_other_processes_are_served_by_a_stack_in_this_one():
-    config, workers = kvtier.parse_stack(TEXT), [EngineCopies()]
-    assert type(kvtier.open_engine_stack(config, LAYOUT, workers=workers)) is kvtier.EngineStack
-    with pytest.raises(kvtier.ConfigError, match="driver"):
-        kvtier.open_engine_stack(config, LAYOUT, workers=workers, driver="process")
-    with pytest.raises(kvtier.UsageError, match="driver"):
-        kvtier.open_engine_stack(config, LAYOUT, tensors(), driver="child")
+def test_tensors_of_another_device_are_refused_before_a_process_is_started():
+    stack = kvtier.open_engine_stack(kvtier.parse_stack(TEXT), LAYOUT, [tensors()[0].to("meta")], model="m")
+    with pytest.raises(kvtier.ConfigError, match="in host memory or on CUDA, not on meta"):
+        stack.open()
 
 
 def test_a_closed_private_process_has_left_the_disk_to_the_next(short_folder, tmp_path):
-    """Whatever opens the root next need not wait, be it another driver or a tool."""
+    """Whatever opens the root next need not wait, be it an asyncio program or a tool."""
     disk = f"{{type: fs, roots: [{tmp_path}], capacity: 16MiB, min_free_bytes: 0}}"
     config = kvtier.parse_stack(f"{{runtime_dir: {short_folder}, tiers: [{TEXT[8:-1]}, {disk}]}}")
     keys, pages = kvtier.block_keys([bytes([n]) * 16 for n in range(4)]), tensors()
     pages[0][:4] = torch.arange(4, dtype=torch.uint8).reshape(-1, 1) + 1
-    for driver, places in (("process", [0, 1, 2, 3]), ("embedded", [4, 5, 6, 7]), ("process", [4, 5, 6, 7])):
-        with kvtier.open_engine_stack(config, LAYOUT, pages, model="m", driver=driver) as stack:
-            begin = stack.submit_store if places[0] == 0 else stack.submit_load
-            assert all(result.ok for result in run_jobs(stack, begin(keys, gpu_blocks=places)).values())
-        if places[0]:
-            assert torch.equal(pages[0][:4], pages[0][4:])
+
+    async def load() -> bool:
+        async with kvtier.open_stack(config, LAYOUT, pages, model="m") as stack:
+            return (await stack.load(keys, gpu_blocks=range(4, 8))).ok
+
+    for turn in range(3):
+        if turn == 1:
+            assert asyncio.run(load())
+        else:
+            with kvtier.open_engine_stack(config, LAYOUT, pages, model="m") as stack:
+                begin, first = (stack.submit_load, 4) if turn else (stack.submit_store, 0)
+                job = begin(keys, gpu_blocks=range(first, first + 4))
+                assert all(result.ok for result in run_jobs(stack, job).values())
+            assert stack.close_report == kvtier.CloseReport(0, 0)
+        assert not turn or torch.equal(pages[0][:4], pages[0][4:])
         pages[0][4:] = 0
-        assert stack.close_report == kvtier.CloseReport(0, 0)

@@ -16,6 +16,7 @@ from types import FrameType
 import pytest
 from click.testing import CliRunner
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
+from support_driver import ServedStack
 from support_pages import FORMATS, PLAIN_ONLY, PROMETHEUS_2, Scrape, samples
 from support_programs import needs
 from support_stack import PLAIN, Engine, fs, keys, load, parts_of, running, stack_file, store, whole
@@ -24,7 +25,7 @@ from kvtier.cli import main
 from kvtier.control.tiers.histogram import Histogram, HistogramFigures
 from kvtier.metrics import DEFINITIONS
 from kvtier.metrics.exporter import StackCollector, metrics_server
-from kvtier.stack import EngineStack, StackStats, TierStats
+from kvtier.stack import StackStats, TierStats
 from kvtier.stack.dispatcher import TransferStats
 from kvtier.tools.top import read
 
@@ -44,7 +45,7 @@ async def test_a_scrape_shows_what_the_stack_did(tmp_path: Path) -> None:
     engine = Engine(PLAIN, 16)
     some = whole(keys(8))
     async with running(stack_file(PLAIN, 8, fs(tmp_path / "root")), engine) as stack:
-        with metrics_server(stack.stats, 0) as port:
+        with metrics_server(stack.served.stats, 0) as port:
             assert (await store(stack, engine, some)).ok
             await stack.drain(30)
             assert (await load(stack, engine, some)).ok
@@ -152,7 +153,7 @@ def calls_of(step: Callable[[], object]) -> int:
 def test_scrapes_and_readers_of_the_socket_add_no_call_to_the_engines_thread(short_folder: str) -> None:
     path = f"{short_folder}/s"
     parts = parts_of(stack_file(PLAIN, 16, stats_socket=path), Engine(PLAIN, 8))
-    with EngineStack(parts) as stack, metrics_server(stack.stats, 0) as port:
+    with ServedStack(parts) as stack, metrics_server(stack.served.stats, 0) as port:
         before, during, until = set(), set(), time.monotonic() + 1.0
         while time.monotonic() < until:  # a step does more from time to time
             before.add(calls_of(stack.step))

@@ -68,7 +68,7 @@ async def test_an_interrupt_during_loads(lives, tmp_path, kind, sent):
     """Ctrl-C unwinds through the with block, which closes the stack; SIGTERM kills at once.
 
     A loop is interrupted between two steps of its own, so there nothing is lost. A synchronous engine is interrupted
-    anywhere, also between taking jobs and sending them on: there blocks may be missing, and no byte is wrong.
+    anywhere, also in the middle of a call: there blocks may be missing, and no byte is wrong.
     """
     said = lives.begin("interrupted", tmp_path / "r", how=kind)
     os.kill(await first_word(said, "pid"), sent)

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import pytest
 from support_counts import full_alone
+from support_driver import Stepped
 from support_shutdown import ENDS, IO_ENGINES, Lives, own_traceback, run_in_child
 from support_shutdown_lives import BLOCKS, NAMES, cache, parts
 from support_stack import Engine, statuses, whole
 
 from faults.machine import warm
+from faults.stepped import SteppedStack
 from kvtier.errors import RootBusyError, UsageError
-from kvtier.stack import EngineStack, TierStack
+from kvtier.stack import TierStack
 from kvtier.types.jobs import JobKind
 from kvtier_fs import FSOptions
 from kvtier_fs.local.folder import SlabFolder
@@ -44,12 +44,6 @@ USES = {
     "open": lambda stack: stack.open(),
     "reset": lambda stack: stack.reset(),
 }
-ENGINE_USES = USES | {
-    "step": lambda stack: stack.step(),
-    "wait": lambda stack: stack.wait(60.0),
-    "cancel": lambda stack: stack.cancel(1),
-    "has_pending_work": lambda stack: stack.has_pending_work,
-}
 TIER_USES = USES | {"drain": lambda stack: stack.drain(60.0), "close_on": lambda stack: stack.close_on(15)}
 
 
@@ -64,7 +58,7 @@ def refused(use, stack) -> str:
     return "allowed"
 
 
-def load_all(stack: EngineStack, engine: Engine) -> list[str]:
+def load_all(stack: Stepped, engine: Engine) -> list[str]:
     """Load every block to other GPU blocks through an engine's steps, comparing every byte."""
     one = whole(NAMES, len(NAMES))
     stack.submit(stack.job(JobKind.LOAD, [one]))
@@ -74,42 +68,11 @@ def load_all(stack: EngineStack, engine: Engine) -> list[str]:
     return statuses(ended[0])
 
 
-def store_all(stack: EngineStack) -> None:
+def store_all(stack: Stepped) -> None:
     stack.submit(stack.job(JobKind.STORE, [whole(NAMES)]))
     while not (ended := stack.step()):
         assert stack.wait(30.0)
     assert set(statuses(ended[0])) == {"stored"}
-
-
-@pytest.mark.parametrize("io_engine", IO_ENGINES)
-@pytest.mark.parametrize("way", ["_exit", "multiprocessing"])
-def test_a_child_can_neither_use_nor_harm_its_parents_stack(tmp_path, io_engine, way):
-    engine = cache()
-    with EngineStack(parts(engine, str(tmp_path / "r"), io_engine, close_timeout_seconds=60.0)) as stack:
-        store_all(stack)
-
-        def child() -> None:
-            for name, use in ENGINE_USES.items():
-                assert f"belongs to process {os.getppid()}" in refused(use, stack), name
-            began = time.monotonic()
-            assert stack.close().unfinished_jobs == 0
-            assert time.monotonic() - began < 20.0, "closing in a child waits for nothing"
-
-        for _ in range(3):
-            stack.submit(stack.job(JobKind.LOAD, [whole(NAMES, len(NAMES))]))
-            if way == "multiprocessing":
-                process = multiprocessing.get_context("fork").Process(target=child)
-                process.start()
-                process.join(60)
-                assert process.exitcode == 0
-                process.close()
-            else:
-                assert run_in_child(child) == 0
-            assert set(load_all(stack, engine)) == {"loaded"}
-            stack.check_integrity()
-    assert stack.close_report.unfinished_jobs == 0
-    with EngineStack(parts(engine, str(tmp_path / "r"), io_engine)) as stack:
-        assert stack.locate(NAMES) == ["fs"] * len(NAMES), "the parent's own end was in order"
 
 
 @pytest.mark.parametrize(
@@ -153,14 +116,14 @@ async def test_a_child_of_an_asyncio_program_harms_nothing_of_it(tmp_path, io_en
 
 def test_a_child_may_open_a_stack_of_its_own_in_a_folder_of_its_own(tmp_path):
     engine = cache()
-    with EngineStack(parts(engine, str(tmp_path / "parent"), "threads")) as stack:
+    with SteppedStack(parts(engine, str(tmp_path / "parent"), "threads")) as stack:
         store_all(stack)
 
         def child() -> None:
             own = cache()
             with pytest.raises(RootBusyError, match=f"process {os.getppid()}"):
-                EngineStack(parts(own, str(tmp_path / "parent"), "threads")).open()
-            with EngineStack(parts(own, str(tmp_path / "child"), "threads")) as mine:
+                SteppedStack(parts(own, str(tmp_path / "parent"), "threads")).open()
+            with SteppedStack(parts(own, str(tmp_path / "child"), "threads")) as mine:
                 store_all(mine)
                 assert set(load_all(mine, own)) == {"loaded"}
 
@@ -170,7 +133,7 @@ def test_a_child_may_open_a_stack_of_its_own_in_a_folder_of_its_own(tmp_path):
 
 def test_a_stack_made_before_a_fork_may_be_opened_after_it(tmp_path):
     engine = cache()
-    stack = EngineStack(parts(engine, str(tmp_path / "r"), "threads"))
+    stack = SteppedStack(parts(engine, str(tmp_path / "r"), "threads"))
 
     def child() -> None:
         with stack:
@@ -201,9 +164,9 @@ def living_child() -> Iterator[None]:
 def test_a_root_is_free_once_closed_though_a_child_lives_on(tmp_path):
     engine = cache()
     with ExitStack() as children:
-        with EngineStack(parts(engine, str(tmp_path / "r"), "threads")):
+        with SteppedStack(parts(engine, str(tmp_path / "r"), "threads")):
             children.enter_context(living_child())
-        with EngineStack(parts(engine, str(tmp_path / "r"), "threads")):
+        with SteppedStack(parts(engine, str(tmp_path / "r"), "threads")):
             pass
 
 
@@ -223,7 +186,7 @@ def test_a_child_that_leaves_a_root_does_not_unlock_it(tmp_path):
 def test_a_program_that_is_executed_inherits_nothing(tmp_path):
     """Every descriptor is closed on exec: a subprocess that outlives the stack holds no lock and no memory."""
     engine = cache()
-    with EngineStack(parts(engine, str(tmp_path / "r"), "threads")):
+    with SteppedStack(parts(engine, str(tmp_path / "r"), "threads")):
         code = "import os\nfor fd in os.listdir('/proc/self/fd'):\n  print(os.path.realpath(f'/proc/self/fd/{fd}'))"
         command = [sys.executable, "-c", code]
         held = subprocess.run(command, close_fds=False, capture_output=True, text=True, check=True).stdout
@@ -240,8 +203,8 @@ def test_a_root_is_free_once_its_killed_owner_has_but_a_living_child(tmp_path):
 import os, sys, time
 sys.path[:0] = {sys.path!r}
 from support_shutdown_lives import cache, parts
-from kvtier.stack import EngineStack
-stack = EngineStack(parts(cache(), {root!r}, "threads"))
+from faults.stepped import SteppedStack
+stack = SteppedStack(parts(cache(), {root!r}, "threads"))
 stack.open()
 child = os.fork()
 if not child:
@@ -254,11 +217,11 @@ time.sleep(60)
     child = int(process.stdout.readline())
     try:
         with pytest.raises(RootBusyError):
-            EngineStack(parts(cache(), root, "threads")).open()
+            SteppedStack(parts(cache(), root, "threads")).open()
         process.kill()
         process.wait(30)
         os.kill(child, 0)
-        with EngineStack(parts(cache(), root, "threads")) as stack:
+        with SteppedStack(parts(cache(), root, "threads")) as stack:
             store_all(stack)
     finally:
         os.kill(child, signal.SIGKILL)

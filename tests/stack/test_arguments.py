@@ -23,9 +23,8 @@ from kvtier.engines.engine_memory.transfers import EngineTransfer
 from kvtier.engines.process_calls import ProcessCalls, ProcessRequest
 from kvtier.engines.process_stack import ProcessStack
 from kvtier.errors import KVTierError, UsageError
-from kvtier.stack import EngineStack, TierStack
-from kvtier.stack.core import EngineCalls
-from kvtier.stack.engine_stack import PlacingCalls
+from kvtier.stack import TierStack
+from kvtier.stack.engine_calls import EngineCalls
 from kvtier.stack.request import StackRequest
 from kvtier.types.arrays import int_array
 from kvtier.types.geometry import GroupLayout, KVLayout
@@ -48,8 +47,8 @@ REQUEST: Good = {
 ADAPTERS: Good = {
     "prompt_computed": lambda: {"tokens": 64, "begun": 1.0, "ended": 2.0},
     "announce": lambda: {"keys": some_keys()},
-    "storable": lambda: {"keys": some_keys()},
 }
+PROCESS_ADAPTERS: Good = {**ADAPTERS, "storable": lambda: {"keys": some_keys()}}
 BOTH: Good = {
     "request": lambda: {"request_id": "r", "keys": some_keys(), "info": RequestInfo(), "time": 1.0},
     "hint": lambda: {"hint": Retain(some_keys(), 3.0, "s")},
@@ -72,8 +71,9 @@ TIER_STACK: Good = {
     "drain": lambda: {"timeout_seconds": 5.0, "backlog": 0},
     "close_on": dict,
 }
-ENGINE_STACK: Good = {
+PROCESS_STACK: Good = {
     **BOTH,
+    "request": lambda: {**BOTH["request"](), "time": None},
     "submit_store": BLOCKS,
     "submit_load": lambda: {**BLOCKS(), "request": None},
     "submit": lambda: {"job": some_job(JobKind.LOAD, next(JOBS)), "request": None},
@@ -81,8 +81,6 @@ ENGINE_STACK: Good = {
     "wait": lambda: {"timeout_seconds": 0.0},
     "reset": lambda: {"timeout_seconds": 5.0},
 }
-PLACING: Good = {**ADAPTERS, "place": lambda: {"job": some_job(JobKind.LOAD, next(JOBS)), "request": None}}
-PROCESS_STACK: Good = {**ENGINE_STACK, "request": lambda: {**BOTH["request"](), "time": None}}
 MEMORY: Good = {
     "find": lambda: {"keys": some_keys(), "seconds": 5.0},
     "store": lambda: {"keys": some_keys(), "places": range(4), "seconds": 5.0},
@@ -150,18 +148,11 @@ async def test_a_tier_stack_takes_no_harm_from_any_argument(tmp_path):
         assert not engine.wrong(whole(OURS, 8))
 
 
-CALLED = {
-    "embedded": (EngineStack, EngineStack, ENGINE_STACK, PlacingCalls, PLACING),
-    "process": (ServedStack, ProcessStack, PROCESS_STACK, ProcessCalls, ADAPTERS),
-}
-
-
-@pytest.mark.parametrize(("made", "kind", "good", "adapters", "of_adapters"), CALLED.values(), ids=CALLED)
-def test_an_engine_stack_takes_no_harm_from_any_argument(tmp_path, made, kind, good, adapters, of_adapters):
+def test_a_process_stack_takes_no_harm_from_any_argument(tmp_path):
     engine = Engine(PLAIN, 64)
-    with made(stack_of(engine, tmp_path)) as stack:
+    with ServedStack(stack_of(engine, tmp_path)) as stack:
         refused = calls = 0
-        for face, call in wrong_calls_of(stack, kind, good, adapters, of_adapters):
+        for face, call in wrong_calls_of(stack, ProcessStack, PROCESS_STACK, ProcessCalls, PROCESS_ADAPTERS):
             if waits_long(call):
                 continue
             try:
@@ -172,9 +163,9 @@ def test_an_engine_stack_takes_no_harm_from_any_argument(tmp_path, made, kind, g
             except BaseException as error:
                 raise AssertionError(f"{call} raised {error!r}") from error
             calls += 1
-            if kind is EngineStack or not calls % 50:
+            if not calls % 50:
                 assert stack.stats().errors == 0, call
-            assert kind is EngineStack or stack._client.core.connected, call
+            assert stack._client.core.connected, call
         assert refused > 1000
         stack.check_integrity()
         engine.compute(whole(OURS))
@@ -238,10 +229,8 @@ async def test_without_the_checks_one_call_ends_the_plane_for_good(tmp_path, mon
         assert not (await stack.load(OURS, gpu_blocks=range(8, 12))).ok
 
 
-def test_jobs_of_one_id_that_end_late_one_after_another_are_not_taken_for_lost(tmp_path):
-    """The look at the first had noted its id; the second was then lost at once."""
-    with EngineStack(stack_of(Engine(PLAIN, 64), tmp_path)) as stack:
+async def test_jobs_of_one_id_that_end_late_one_after_another_are_not_taken_for_lost(tmp_path):
+    async with TierStack(stack_of(Engine(PLAIN, 64), tmp_path)) as stack:
         for _ in range(3):
-            stack.engine.place(replace(some_job(JobKind.LOAD, 1 << 42), deadline=-1.0), stack.request("r"))
-            assert [result.job_id for result in stack.step()] == [1 << 42]
+            await stack.run(replace(some_job(JobKind.LOAD, 1 << 42), deadline=-1.0), stack.request("r"))
             assert not stack.stats().errors

@@ -1,4 +1,4 @@
-"""One trace through both drivers: policies and recorder are given the same requests, the same blocks are moved."""
+"""One trace through both stacks: policies and recorder are given the same requests, the same blocks are moved."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support_driver import FACES, Face, ServedStack, both_drivers, drain
+from support_driver import ServedStack, drain
 from support_following import FollowingLRU, Notes
 from support_service import until
 from support_stack import PAGE, PLAIN, Engine, fs, keys, parts_of, run_jobs, stack_file, statuses, whole
 
+from faults.stepped import SteppedStack
 from kvtier.policy import POLICIES
 from kvtier.stack.watching.stats import StackStats
 from kvtier.tier.contract import LookupResult
@@ -21,6 +22,8 @@ from kvtier.types.hints import Demote, Pin, Prefetch, Release, Retain
 from kvtier.types.keys import OffloadKey, RequestId
 from kvtier.types.requests import RequestInfo
 
+Face = SteppedStack | ServedStack
+FACES: dict[str, type[Face]] = {"asyncio": SteppedStack, "process": ServedStack}
 PROMPTS, BLOCKS, REQUESTS = 16, 8, 80
 ROWS, SLOTS = 36, 64
 """A disk that is too small for what is stored, and a CPU tier for half of it."""
@@ -77,7 +80,7 @@ def lived(face: type[Face], config: Any, seed: int) -> tuple[list[list[str]], St
 
 def shape(tmp_path: Path, name: str, policy: str, slots: int = SLOTS, **top: object) -> Any:
     disk = fs(tmp_path / name, capacity=slots * 2 * PAGE, policy=policy)
-    rows = ROWS if name == "embedded" else ROWS * 4 // 3  # a fourth of the rows is lent ahead
+    rows = ROWS if name == "asyncio" else ROWS * 4 // 3  # a fourth of the rows is lent ahead
     return stack_file(PLAIN, rows, disk, cpu={"policy": policy}, **top)
 
 
@@ -85,7 +88,7 @@ def shape(tmp_path: Path, name: str, policy: str, slots: int = SLOTS, **top: obj
 def test_the_same_blocks_are_found_and_moved(tmp_path, seed, policy):
     """Where there is room for all blocks on the disk and for half of them in rows."""
     found = {name: lived(face, shape(tmp_path, name, policy, slots=512), seed) for name, face in FACES.items()}
-    (one, first), (other, second) = found["embedded"], found["process"]
+    (one, first), (other, second) = found["asyncio"], found["process"]
     assert any("loaded" in each for each in one)
     assert found_in(first) == found_in(second)
     if policy == "reuse":  # which may also refuse blocks, for which no row is lent then
@@ -132,7 +135,7 @@ def test_policies_are_given_the_same_requests(tmp_path, seed, monkeypatch):
             notes = notes_of(stack)
         plain = [(use.request_id, use.keys, use.group, use.new_blocks, use.info) for use in notes.uses]
         given[name] = repr((plain, notes.told("extend"), notes.told("end"))).replace("'1:r", "'r")
-    assert given["embedded"] == given["process"]
+    assert given["asyncio"] == given["process"]
 
 
 def test_the_recorder_is_given_the_same_requests(tmp_path, seed):
@@ -147,7 +150,7 @@ def test_the_recorder_is_given_the_same_requests(tmp_path, seed):
     assert sorted(recorded[0]) == sorted(recorded[1])  # by time of arrival, as far as the process can date it
 
 
-@both_drivers
+@pytest.mark.parametrize("face", FACES.values(), ids=FACES)
 def test_a_prompt_without_a_whole_block_is_recorded(face, tmp_path):
     record = f"{{folder: '{tmp_path / 'traces'}'}}"
     with face(parts_of(shape(tmp_path, "disk", "lru", record=record), Engine(PLAIN, BLOCKS))) as stack:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from support_driver import both_drivers, presence
+from support_driver import ServedStack, presence
 from support_stack import HYBRID, PLAIN, Engine, keys, parts_of, running, stack_file, statuses, whole
 
 from kvtier.errors import UsageError
@@ -105,12 +105,11 @@ async def test_a_timeout_of_a_call_is_its_jobs_deadline():
         assert set(statuses(result)) <= {"late", "dropped:no_row"}
 
 
-@both_drivers
-def test_an_engines_stack_takes_keys_too(face):
+def test_an_engines_stack_takes_keys_too():
     engine = Engine(PLAIN, 16)
     names = keys(3)
     engine.compute(whole(names))
-    with face(parts_of(stack_file(PLAIN, 8), engine)) as stack:
+    with ServedStack(parts_of(stack_file(PLAIN, 8), engine)) as stack:
         ended = {}
 
         def run(job_id):

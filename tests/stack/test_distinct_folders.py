@@ -9,15 +9,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support_driver import Face, ServedStack, both_drivers
+from support_driver import ServedStack
 from support_stack import PLAIN, Engine, fs, parts_of, shared_fs, stack_file
 from support_tools import refusal, tool
 
+from faults.stepped import SteppedStack
 from kvtier.engines.engine_memory.memory import PagedMemory
 from kvtier.engines.engine_memory.options import EngineMemoryOptions, options_model
 from kvtier.engines.engine_memory.tier import EngineMemoryTier
 from kvtier.errors import ConfigError, ResourceError
-from kvtier.stack import EngineStack
 from kvtier.types.namespace import Namespace
 
 DISK, OTHER = "disk", "link/disk"
@@ -69,7 +69,7 @@ def test_check_and_opening_name_both_keys(place: Path, case):
     before = sorted(place.rglob("*"))
     config = stack_file(PLAIN, 8, *(placed(place, tier) for tier in tiers))
     with pytest.raises(ConfigError) as raised:
-        EngineStack(parts_of(config, Engine(PLAIN, 8))).open()
+        SteppedStack(parts_of(config, Engine(PLAIN, 8))).open()
     assert f"error: {raised.value}" == line
     with pytest.raises(ConfigError, match=re.escape(line.removeprefix("error: "))):
         ServedStack(parts_of(config, Engine(PLAIN, 8))).open()
@@ -83,8 +83,8 @@ def test_without_a_look_at_the_machine_paths_are_compared(place: Path):
     assert tool("check", by_link, "--no-probe", *PAGES).exit_code == 0
 
 
-@both_drivers
-def test_a_folder_inside_another_and_one_beside_it_are_distinct(face: type[Face], place: Path):
+@pytest.mark.parametrize("face", [SteppedStack, ServedStack])
+def test_a_folder_inside_another_and_one_beside_it_are_distinct(face: type[SteppedStack | ServedStack], place: Path):
     (place / DISK).mkdir(mode=0o700, exist_ok=True)
     tiers = fs(Path(DISK), name="a"), shared_fs(Path(DISK) / "inner"), fs(Path("disk-0"), name="b")
     assert tool("check", written(place, *tiers), *PAGES).exit_code == 0
@@ -108,6 +108,6 @@ def test_a_file_system_that_does_not_answer_ends_the_opening(place: Path, monkey
     config = stack_file(PLAIN, 8, placed(place, fs(Path(DISK), Path(OTHER))))
     try:
         with pytest.raises(ResourceError, match=r"could not be compared within 0\.5 s"):
-            EngineStack(parts_of(config, Engine(PLAIN, 8), open_timeout_seconds=0.5)).open()
+            SteppedStack(parts_of(config, Engine(PLAIN, 8), open_timeout_seconds=0.5)).open()
     finally:
         answer.set()

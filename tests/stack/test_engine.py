@@ -2,37 +2,36 @@
 
 from __future__ import annotations
 
-import signal
 import threading
 import time
 from typing import Any
 
 import pytest
-from support_driver import Face, ServedStack, both_drivers, drain, in_tiers_loop, presence
+from support_driver import ServedStack, drain, presence
 from support_stack import PLAIN, Engine, fs, keys, parts_of, run_jobs, stack_file, statuses, whole
 from support_stack_tiers import LOAD, STORE, backends
 
 from kvtier.errors import ConfigError, RootError, UsageError
-from kvtier.stack import CloseReport, EngineStack
+from kvtier.stack import CloseReport
 from kvtier.tier.contract import LookupResult
 from kvtier.types.jobs import JobResult, TransferJob
 from kvtier.types.keys import RequestId
 
 
-def engine_stack(face: type[Face], engine: Engine, rows: int, *lowers: dict[str, object], **settings: float):
+def engine_stack(engine: Engine, rows: int, *lowers: dict[str, object], **settings: float):
     """(a stack that is not open, its lower tiers)."""
     parts = parts_of(stack_file(PLAIN, rows, *lowers, backends=backends()), engine, backends(), **settings)
-    return face(parts), parts.tiers[2:]
+    return ServedStack(parts), parts.tiers[2:]
 
 
-def store(stack: Face, engine: Engine, one) -> list[str]:
+def store(stack: ServedStack, engine: Engine, one) -> list[str]:
     engine.compute(one)
     job = stack.job(STORE, [one])
     stack.submit(job)
     return statuses(run_jobs(stack, job.job_id)[job.job_id])
 
 
-def load(stack: Face, engine: Engine, one, request: str | None = None) -> list[str]:
+def load(stack: ServedStack, engine: Engine, one, request: str | None = None) -> list[str]:
     job = stack.job(LOAD, [one])
     stack.submit(job, RequestId(request) if request else None)
     result = run_jobs(stack, job.job_id)[job.job_id]
@@ -40,7 +39,7 @@ def load(stack: Face, engine: Engine, one, request: str | None = None) -> list[s
     return statuses(result)
 
 
-def serve(stack: Face, reservation: Any) -> None:
+def serve(stack: ServedStack, reservation: Any) -> None:
     """Step until a reservation is served: the first step sends what it needs."""
     stack.step()
     while not reservation.served:
@@ -48,10 +47,9 @@ def serve(stack: Face, reservation: Any) -> None:
         stack.step()
 
 
-@both_drivers
-def test_store_demote_restart_and_load_from_a_plain_thread(face, tmp_path):
+def test_store_demote_restart_and_load_from_a_plain_thread(tmp_path):
     engine, names = Engine(PLAIN, 64), keys(40)
-    stack, _ = engine_stack(face, engine, 16, fs(tmp_path / "r"))
+    stack, _ = engine_stack(engine, 16, fs(tmp_path / "r"))
     with stack:
         for start in range(0, 40, 8):
             assert store(stack, engine, whole(names[start : start + 8], start)) == ["stored"] * 8
@@ -60,7 +58,7 @@ def test_store_demote_restart_and_load_from_a_plain_thread(face, tmp_path):
         assert load(stack, engine, whole(names)) == ["loaded"] * 40
         stack.check_integrity()
     assert stack.close_report == CloseReport(0, 0)
-    stack, _ = engine_stack(face, engine, 16, fs(tmp_path / "r"))
+    stack, _ = engine_stack(engine, 16, fs(tmp_path / "r"))
     with stack:
         assert stack.locate(names) == ["fs"] * 40
         assert presence(stack, names) == [LookupResult.HIT_PENDING] * 40
@@ -68,10 +66,9 @@ def test_store_demote_restart_and_load_from_a_plain_thread(face, tmp_path):
         assert load(stack, engine, whole(names)) == ["loaded"] * 40
 
 
-@both_drivers
-def test_reserve_step_submit_as_a_scheduler_does_it(face, tmp_path):
+def test_reserve_step_submit_as_a_scheduler_does_it(tmp_path):
     engine, names = Engine(PLAIN, 64), keys(12)
-    stack, _ = engine_stack(face, engine, 16, fs(tmp_path / "r"))
+    stack, _ = engine_stack(engine, 16, fs(tmp_path / "r"))
     with stack:
         for start in (0, 100, 200):
             for first in (0, 8):
@@ -91,10 +88,9 @@ def test_reserve_step_submit_as_a_scheduler_does_it(face, tmp_path):
         stack.check_integrity()
 
 
-@both_drivers
-def test_an_aborted_request_gives_its_leases_back(face, tmp_path):
+def test_an_aborted_request_gives_its_leases_back(tmp_path):
     engine = Engine(PLAIN, 64)
-    stack, _ = engine_stack(face, engine, 8, fs(tmp_path / "r"))
+    stack, _ = engine_stack(engine, 8, fs(tmp_path / "r"))
     with stack:
         for start in range(0, 24, 8):
             store(stack, engine, whole(keys(8, start=start)))
@@ -140,46 +136,9 @@ class Frozen:
         self.ice.set()
 
 
-def test_no_call_of_an_engine_step_waits_for_the_loop():
-    engine, names = Engine(PLAIN, 64), keys(4)
-    stack, (tier,) = engine_stack(EngineStack, engine, 16, {"type": "memory"})
-    with stack:
-        frozen = Frozen(tier)
-        engine.compute(whole(names))
-        job = stack.job(STORE, [whole(names)])
-        stack.submit(job)
-        run_jobs(stack, job.job_id)
-        assert frozen.entered.wait(20.0)
-        request = stack.request(RequestId("r"))
-        assert stack.lookup(names) == [LookupResult.HIT] * 4
-        assert stack.locate(names) == ["cpu"] * 4
-        request.touch(names)
-        assert request.reserve(names).hits() == [True] * 4
-        assert request.reservation is not None
-        loading = stack.job(LOAD, [whole(names, 8)])
-        stack.submit(loading, request)
-        engine.compute(whole(keys(4, start=50), 20))
-        storing = stack.job(STORE, [whole(keys(4, start=50), 20)])
-        stack.submit(storing)
-        assert stack.step() == []
-        stack.cancel(storing.job_id)
-        request.end()
-        assert stack.step() == []
-        assert stack.has_pending_work
-        assert stack.stats().backlog > 0
-        assert stack.take_events()
-        assert not stack.wait(0.0)
-        assert stack.geometry.row_bytes == 4096
-        stack.check_integrity()
-        frozen.thaw()
-        results = run_jobs(stack, loading.job_id, storing.job_id)
-        assert statuses(results[loading.job_id]) == ["loaded"] * 4
-        assert not engine.wrong(whole(names, 8))
-
-
 def test_no_call_of_an_engine_step_waits_for_a_stack_process_that_stands_still():
     engine, names = Engine(PLAIN, 64), keys(4)
-    stack, (tier,) = engine_stack(ServedStack, engine, 16, {"type": "memory"})
+    stack, (tier,) = engine_stack(engine, 16, {"type": "memory"})
     with stack:
         frozen = Frozen(tier)
         assert store(stack, engine, whole(names)) == ["stored"] * 4
@@ -208,10 +167,9 @@ def test_no_call_of_an_engine_step_waits_for_a_stack_process_that_stands_still()
         stack.check_integrity()
 
 
-@both_drivers
-def test_a_busy_engine_thread_holds_up_nothing_but_itself(face, tmp_path):
+def test_a_busy_engine_thread_holds_up_nothing_but_itself(tmp_path):
     engine, names = Engine(PLAIN, 128), keys(40)
-    stack, _ = engine_stack(face, engine, 64, fs(tmp_path / "r"))
+    stack, _ = engine_stack(engine, 64, fs(tmp_path / "r"))
     with stack:
         done: list[JobResult] = []
         for start in range(0, 40, 4):
@@ -238,15 +196,14 @@ def test_a_busy_engine_thread_holds_up_nothing_but_itself(face, tmp_path):
         assert not engine.wrong(whole(names, 60))
 
 
-@both_drivers
-def test_deadlines_pass_as_the_engine_steps(face):
+def test_deadlines_pass_as_the_engine_steps():
     engine = Engine(PLAIN, 64)
-    stack, (tier,) = engine_stack(face, engine, 32, {"type": "memory"})
+    stack, (tier,) = engine_stack(engine, 32, {"type": "memory"})
     with stack:
         for start in range(0, 48, 8):
             store(stack, engine, whole(keys(8, start=start)))
             drain(stack)
-        in_tiers_loop(stack, tier.hold, LOAD)
+        stack.served.run(tier.hold, LOAD)
         job = stack.job(LOAD, [whole(keys(8))], timeout_seconds=0.5)
         stack.submit(job)
         results = {}
@@ -256,13 +213,12 @@ def test_deadlines_pass_as_the_engine_steps(face):
             results |= {result.job_id: result for result in stack.step()}
             stack.wait(0.02)
         assert statuses(results[job.job_id]) == ["late"] * 8
-        in_tiers_loop(stack, tier.let_go)
+        stack.served.run(tier.let_go)
 
 
-@both_drivers
-def test_cancelled_jobs_still_have_results(face, tmp_path):
+def test_cancelled_jobs_still_have_results(tmp_path):
     engine = Engine(PLAIN, 64)
-    stack, _ = engine_stack(face, engine, 8, fs(tmp_path / "r"))
+    stack, _ = engine_stack(engine, 8, fs(tmp_path / "r"))
     with stack:
         for start in range(0, 24, 4):
             store(stack, engine, whole(keys(4, start=start)))
@@ -283,18 +239,16 @@ def test_cancelled_jobs_still_have_results(face, tmp_path):
         assert load(stack, engine, whole(keys(24))) == ["loaded"] * 24
 
 
-@both_drivers
-def test_a_shared_tier_answers_between_steps(face):
+def test_a_shared_tier_answers_between_steps():
     engine, other = Engine(PLAIN, 64), Engine(PLAIN, 64)
-    first, (one,) = engine_stack(face, engine, 16, {"type": "shared"})
+    first, (one,) = engine_stack(engine, 16, {"type": "shared"})
     with first:
         store(first, engine, whole(keys(8)))
         drain(first)
-    second, (two,) = engine_stack(face, other, 16, {"type": "shared"})
+    second, (two,) = engine_stack(other, 16, {"type": "shared"})
     two.kept = one.kept
     with second:
         found = second.lookup(keys(10))
-        assert found == [LookupResult.RETRY] * 10 or face is ServedStack, "which may answer within a millisecond"
         while LookupResult.RETRY in found:
             second.step()
             assert second.wait(20.0)
@@ -304,39 +258,36 @@ def test_a_shared_tier_answers_between_steps(face):
         assert load(second, other, whole(keys(8))) == ["loaded"] * 8
 
 
-@both_drivers
-def test_a_reset_is_durable_when_it_returns(face, tmp_path):
+def test_a_reset_is_durable_when_it_returns(tmp_path):
     engine = Engine(PLAIN, 64)
-    stack, _ = engine_stack(face, engine, 16, fs(tmp_path / "r"))
+    stack, _ = engine_stack(engine, 16, fs(tmp_path / "r"))
     with stack:
         store(stack, engine, whole(keys(8)))
         drain(stack)
         stack.reset()
         assert presence(stack, keys(8)) == [LookupResult.MISS] * 8
         store(stack, engine, whole(keys(4, start=50)))
-    stack, _ = engine_stack(face, engine, 16, fs(tmp_path / "r"))
+    stack, _ = engine_stack(engine, 16, fs(tmp_path / "r"))
     with stack:
         assert stack.locate(keys(8)) == [None] * 8
         assert stack.locate(keys(4, start=50)) == ["fs"] * 4
 
 
-@both_drivers
-def test_closing_says_what_it_cost(face):
+def test_closing_says_what_it_cost():
     engine = Engine(PLAIN, 64)
-    stack, (tier,) = engine_stack(face, engine, 16, {"type": "memory"}, close_timeout_seconds=0.2)
+    stack, (tier,) = engine_stack(engine, 16, {"type": "memory"}, close_timeout_seconds=0.2)
     with stack:
-        in_tiers_loop(stack, tier.hold, STORE)
+        stack.served.run(tier.hold, STORE)
         assert store(stack, engine, whole(keys(12))) == ["stored"] * 12
     assert stack.close_report == CloseReport(12, 1)
     assert stack.close() is stack.close_report
-    assert not any(thread.name in ("kvtier-stack", "kvtier-worker") for thread in threading.enumerate())
+    assert not any(thread.name == "kvtier-worker" for thread in threading.enumerate())
 
 
-@both_drivers
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
-def test_a_tier_that_would_end_its_thread_ends_only_its_job(face, error):
+def test_a_tier_that_would_end_its_thread_ends_only_its_job(error):
     engine = Engine(PLAIN, 64)
-    stack, (tier,) = engine_stack(face, engine, 16, {"type": "memory"}, close_timeout_seconds=0.2)
+    stack, (tier,) = engine_stack(engine, 16, {"type": "memory"}, close_timeout_seconds=0.2)
 
     async def leave(job: TransferJob) -> JobResult:
         raise error
@@ -349,29 +300,27 @@ def test_a_tier_that_would_end_its_thread_ends_only_its_job(face, error):
         assert load(stack, engine, one) == ["loaded"] * 12
         assert stack.stats().tiers["memory"].failed >= 12
     assert stack.close_report.unfinished_jobs == 0
-    assert not any(thread.name in ("kvtier-stack", "kvtier-worker") for thread in threading.enumerate())
+    assert not any(thread.name == "kvtier-worker" for thread in threading.enumerate())
 
 
-@both_drivers
-def test_what_ends_well_while_closing_is_not_lost(face):
+def test_what_ends_well_while_closing_is_not_lost():
     engine = Engine(PLAIN, 64)
-    stack, (tier,) = engine_stack(face, engine, 16, {"type": "memory"}, close_timeout_seconds=0.05)
+    stack, (tier,) = engine_stack(engine, 16, {"type": "memory"}, close_timeout_seconds=0.05)
 
     async def finish() -> None:
         tier.let_go()
 
     tier.close = finish
     with stack:
-        in_tiers_loop(stack, tier.hold, STORE)
+        stack.served.run(tier.hold, STORE)
         store(stack, engine, whole(keys(12)))
     kept = len(tier.kept)
     assert stack.close_report.dropped_blocks == 12 - kept
 
 
-@both_drivers
-def test_jobs_under_way_end_before_close_returns(face, tmp_path):
+def test_jobs_under_way_end_before_close_returns(tmp_path):
     engine = Engine(PLAIN, 128)
-    stack, _ = engine_stack(face, engine, 64, fs(tmp_path / "r"))
+    stack, _ = engine_stack(engine, 64, fs(tmp_path / "r"))
     with stack:
         for start in range(0, 64, 16):
             store(stack, engine, whole(keys(16, start=start)))
@@ -384,22 +333,19 @@ def test_jobs_under_way_end_before_close_returns(face, tmp_path):
     assert all((a == b).all() for a, b in zip(after, engine.snapshot(), strict=True))
 
 
-@both_drivers
-def test_opening_errors_are_raised_here_and_leave_no_thread(face, tmp_path):
+def test_opening_errors_are_raised_here_and_leave_no_thread(tmp_path):
     engine = Engine(PLAIN, 16)
     threads = set(threading.enumerate())
-    stack, _ = engine_stack(face, engine, 8, fs(tmp_path / "no" / "such" / "r"))
+    stack, _ = engine_stack(engine, 8, fs(tmp_path / "no" / "such" / "r"))
     with pytest.raises((RootError, ConfigError), match="no/such"):
         stack.open()
-    left = {thread.name for thread in set(threading.enumerate()) - threads}
-    assert left.isdisjoint(("kvtier-stack", "kvtier-worker"))
+    assert "kvtier-worker" not in {thread.name for thread in set(threading.enumerate()) - threads}
     stack.close()
 
 
-@both_drivers
-def test_a_closed_engine_stack_answers_with_a_usage_error(face, tmp_path):
+def test_a_closed_engine_stack_answers_with_a_usage_error(tmp_path):
     engine = Engine(PLAIN, 16)
-    stack, _ = engine_stack(face, engine, 8, fs(tmp_path / "r"))
+    stack, _ = engine_stack(engine, 8, fs(tmp_path / "r"))
     with pytest.raises(UsageError, match="not open"):
         stack.step()
     with stack:
@@ -424,7 +370,6 @@ def test_a_closed_engine_stack_answers_with_a_usage_error(face, tmp_path):
         (stack, "reset"),
         (stack, "take_events"),
         (stack.engine, "announce", keys(1)),
-        *([(stack.engine, "place", job)] if face is EngineStack else []),
         (stack.engine, "storable", keys(1)),
     ):
         with pytest.raises(UsageError, match="closed"):
@@ -434,64 +379,3 @@ def test_a_closed_engine_stack_answers_with_a_usage_error(face, tmp_path):
     with pytest.raises(UsageError):
         _ = stack.has_pending_work
     assert stack.stats().tiers["cpu"].stored == 0
-
-
-def wait_until(condition, seconds: float = 20.0) -> None:
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.001)
-
-
-def test_a_policy_takes_in_what_it_is_told_in_the_stack_s_thread(tmp_path):
-    engine, names = Engine(PLAIN, 64), keys(8)
-    stack, _ = engine_stack(EngineStack, engine, 16, fs(tmp_path / "r", policy="reuse"))
-    with stack:
-        control, threads = stack._assembled.plane.control, []
-        control.models.journal.add(lambda: threads.append(threading.current_thread().name))
-        stack.request(RequestId("a"), names)
-        assert threads == []
-        assert store(stack, engine, whole(names, 0)) == ["stored"] * 8
-        wait_until(lambda: threads)
-        assert threads == ["kvtier-stack"]
-        drain(stack)
-        stack.check_integrity()
-    assert stack.close_report == CloseReport(0, 0)
-
-
-def test_what_a_policy_raises_in_the_stack_s_thread_fails_the_control_plane(tmp_path):
-    engine, names = Engine(PLAIN, 64), keys(16)
-    stack, _ = engine_stack(EngineStack, engine, 16, fs(tmp_path / "r", policy="reuse"))
-
-    def fail() -> None:
-        raise ArithmeticError("in a policy")
-
-    with stack:
-        journal = stack._assembled.plane.control.models.journal
-        journal.add(fail)
-        store(stack, engine, whole(names[:8], 0))  # stored, unless the plane has failed by then
-        wait_until(lambda: journal._error)
-        stack.request(RequestId("a"), names)
-        assert stack.lookup(names[:8]) == [LookupResult.MISS] * 8
-        assert store(stack, engine, whole(names[8:], 8)) == ["dropped:tier_down"] * 8
-        assert stack.stats().errors == 1
-
-
-def test_a_signal_handler_closes_the_stack_while_a_policy_takes_in_what_it_is_told(tmp_path):
-    """The engine's thread has the journal's lock then."""
-    engine, names = Engine(PLAIN, 64), keys(8)
-    stack, _ = engine_stack(EngineStack, engine, 16, fs(tmp_path / "r", policy="reuse"))
-    with stack:
-        journal, closed = stack._assembled.plane.control.models.journal, []
-
-        def handler(number, frame) -> None:
-            closed.append(stack.close())
-
-        before = signal.signal(signal.SIGUSR1, handler)
-        try:
-            stack.request(RequestId("a"), names)
-            journal.add(lambda: signal.raise_signal(signal.SIGUSR1))
-            journal.take_in()
-        finally:
-            signal.signal(signal.SIGUSR1, before)
-        assert len(closed) == 1

@@ -9,17 +9,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support_stack import PLAIN, Engine, keys, opened, parts_of, run_jobs, stack_file, statuses, store, whole
+from support_stack import PLAIN, Engine, keys, opened, parts_of, stack_file, statuses, store, whole
 from support_stack_tiers import LOAD, STORE, backends
 
 from kvtier.control.plane.control_plane import ControlPlane
 from kvtier.errors import IntegrityError
-from kvtier.stack import EngineStack, TierStack
+from kvtier.stack import TierStack
 from kvtier.stack.dispatcher import Dispatcher, Traffic
 from kvtier.stack.lookups import Lookups
 from kvtier.tier.contract import LookupResult
 from tests.stack.test_deadlines import only_below, stack_over_memory
-from tests.stack.test_engine import drain, engine_stack
 from tests.stack.test_life import as_it_was
 
 ENDS_SECONDS = 10.0
@@ -75,29 +74,6 @@ async def test_every_job_ends_when_one_step_raises(owner, name, monkeypatch, cap
     assert stack.close_report is not None
 
 
-@pytest.mark.parametrize(("owner", "name"), STEPS)
-def test_every_job_of_an_engine_ends_when_one_step_raises(owner, name, monkeypatch):
-    engine = Engine(PLAIN, 64)
-    stack, _ = engine_stack(
-        EngineStack, engine, 32, {"type": "memory"}, load_timeout_seconds=3.0, store_timeout_seconds=3.0
-    )
-    with stack:
-        first = stack.job(STORE, [whole(keys(8))])
-        engine.compute(whole(keys(8)))
-        stack.submit(first)
-        run_jobs(stack, first.job_id)
-        raised = once(monkeypatch, owner, name)
-        jobs = [stack.job(LOAD, [whole(keys(8))]), stack.job(STORE, [whole(keys(8, start=100), 20)])]
-        for job in jobs:
-            stack.submit(job)
-        results = run_jobs(stack, *(job.job_id for job in jobs), seconds=ENDS_SECONDS)
-        assert raised
-        assert not engine.wrong(whole(keys(8)), results[jobs[0].job_id].outcomes[0])
-        assert stack.stats().errors
-        drain(stack)
-    assert stack.close_report is not None
-
-
 async def test_a_job_that_the_control_plane_lost_ends_after_its_deadline(monkeypatch, caplog):
     engine = Engine(PLAIN, 64)
     parts, _ = stack_over_memory(engine)
@@ -110,18 +86,15 @@ async def test_a_job_that_the_control_plane_lost_ends_after_its_deadline(monkeyp
     assert "did not end by its deadline" in caplog.text or "late" in statuses(result)
 
 
-def test_a_job_that_the_control_plane_of_an_engine_lost_ends_after_its_deadline(monkeypatch):
+async def test_a_load_that_the_control_plane_lost_is_missing_after_its_deadline(monkeypatch):
     engine = Engine(PLAIN, 64)
-    stack, _ = engine_stack(EngineStack, engine, 32)
-    with stack:
-        engine.compute(whole(keys(4)))
-        first = stack.job(STORE, [whole(keys(4))])
-        stack.submit(first)
-        run_jobs(stack, first.job_id)
+    parts, _ = stack_over_memory(engine)
+    async with TierStack(parts) as stack:
+        await store(stack, engine, whole(keys(4)))
         monkeypatch.setattr(ControlPlane, "finish", lambda *args: None)
-        job = stack.job(LOAD, [whole(keys(4))], timeout_seconds=0.2)
-        stack.submit(job)
-        assert statuses(run_jobs(stack, job.job_id, seconds=ENDS_SECONDS)[job.job_id]) == ["missing"] * 4
+        async with asyncio.timeout(ENDS_SECONDS):
+            result = await stack.run(stack.job(LOAD, [whole(keys(4))], timeout_seconds=0.2))
+        assert statuses(result) == ["missing"] * 4
         with pytest.raises(IntegrityError):
             stack.check_integrity()
 
@@ -191,19 +164,6 @@ async def test_a_thread_that_does_not_start_fails_its_job_alone(monkeypatch):
         await pool.run(time.monotonic)
     assert await pool.run(time.monotonic) > 0
     assert await pool.close(5) == 0
-
-
-async def test_an_engine_stack_without_a_thread_leaves_nothing(monkeypatch):
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    async with as_it_was():
-        stack = EngineStack(parts_of(stack_file(PLAIN, 8, backends=backends()), Engine(PLAIN, 8), backends()))
-        with monkeypatch.context() as patched:
-            patched.setattr(threading.Thread, "start", refuse)
-            with pytest.raises(RuntimeError):
-                stack.open()
-        stack.close()
 
 
 async def test_closing_that_was_interrupted_is_done_by_the_next_close(monkeypatch):

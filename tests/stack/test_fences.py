@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 from support_cuda import FakeCuda, FakeStream
-from support_driver import Face, both_drivers
+from support_driver import ServedStack
 from support_stack import HYBRID, PLAIN, Engine, keys, opened, parts_of, stack_file, whole
 from support_stack_tiers import LOAD, STORE
 
@@ -34,7 +34,7 @@ def later(device: FakeCuda, stream: FakeStream, work: partial[None]) -> None:
     device.enqueue(stream, work)
 
 
-def run(stack: Face, kind: JobKind, one: GPUGroup) -> JobResult:
+def run(stack: ServedStack, kind: JobKind, one: GPUGroup) -> JobResult:
     job = stack.job(kind, [one])
     stack.submit(job)
     until = time.monotonic() + 30
@@ -47,16 +47,13 @@ def run(stack: Face, kind: JobKind, one: GPUGroup) -> JobResult:
 
 
 @pytest.mark.parametrize("layout", [PLAIN, HYBRID])
-@both_drivers
-def test_an_engine_on_a_stream_of_its_own_stores_what_it_computed(
-    face: type[Face], layout: KVLayout, seed: int
-) -> None:
+def test_an_engine_on_a_stream_of_its_own_stores_what_it_computed(layout: KVLayout, seed: int) -> None:
     """The stack's own thread, which copies, has another current stream than the engine's."""
     device = FakeCuda(seed)
     engine, parts = on_device(layout, device)
     stream = device.new_stream(False, reluctant=True)
     stored = whole(keys(4), 0, layout.block_size_factor)
-    with face(parts) as stack, device.entered(stream):
+    with ServedStack(parts) as stack, device.entered(stream):
         later(device, stream, partial(engine.compute, stored))
         assert run(stack, STORE, stored).ok
         later(device, stream, partial(engine.wipe))

@@ -1,14 +1,14 @@
-"""Hints through both faces of a real stack: kept on a real disk, brought up before a load, within the file's quotas."""
+"""Hints to a real stack: kept on a real disk, brought up before a load, within the file's quotas."""
 
 from __future__ import annotations
 
 import pytest
-from support_driver import both_drivers
+from support_driver import ServedStack
 from support_stack import PLAIN, Engine, fs, keys, load, parts_of, running, stack_file, statuses, store, until, whole
 
 from kvtier.errors import UsageError
 from kvtier.options import parse_quota, quota_bytes
-from kvtier.stack import EngineStack, TierStack
+from kvtier.stack import TierStack
 from kvtier.types.hints import Demote, HintRefusal, HintResult, Pin, Prefetch, Release, Retain
 from kvtier.types.keys import OffloadKey
 
@@ -22,7 +22,7 @@ async def flood(stack: TierStack, engine: Engine, blocks: int) -> None:
         await store(stack, engine, whole(others[first : first + 10], 20))
 
 
-def where(stack: TierStack | EngineStack, names: list[OffloadKey] = AGENT) -> list[str | None]:
+def where(stack: TierStack | ServedStack, names: list[OffloadKey] = AGENT) -> list[str | None]:
     return stack.locate(names)
 
 
@@ -75,11 +75,10 @@ async def test_quotas_and_bounds_come_from_the_stack_file(tmp_path):
         assert stack.hint(Demote(AGENT[3:4])) == HintResult(0, {HintRefusal.NO_TIER: 1})
 
 
-@both_drivers
-def test_a_synchronous_engine_says_hints_and_steps(face, tmp_path):
+def test_a_synchronous_engine_says_hints_and_steps(tmp_path):
     engine = Engine(PLAIN, BLOCKS)
     config = stack_file(PLAIN, 24, fs(tmp_path / "root", capacity=1 << 20, write_policy="on_evict"))
-    with face(parts_of(config, engine)) as stack:
+    with ServedStack(parts_of(config, engine)) as stack:
 
         def step_until(done) -> None:
             for _ in range(2000):
@@ -95,7 +94,6 @@ def test_a_synchronous_engine_says_hints_and_steps(face, tmp_path):
         assert stack.hint(Demote(AGENT)).ok
         step_until(lambda: where(stack) == ["fs"] * 6)
         assert stack.hint(Prefetch(AGENT)).ok
-        assert stack.has_pending_work or face is not EngineStack, "an idle engine goes on stepping"
         step_until(lambda: where(stack) == ["cpu"] * 6)
         with pytest.raises(UsageError, match="seconds above 0"):
             stack.hint(Retain(AGENT, -1.0))

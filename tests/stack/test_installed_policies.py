@@ -12,11 +12,11 @@ import torch
 from support_backends import add_distribution
 from support_following import FollowingLRU, Notes
 
+from faults.stepped import SteppedStack
 from kvtier.config import parse_stack, stack_parts
 from kvtier.errors import ConfigError
 from kvtier.policy import POLICIES, RequestPolicy
 from kvtier.policy.arc import ARC
-from kvtier.stack import EngineStack
 from kvtier.stack.learned.installed_policies import Policies, find_policy
 from kvtier.types.geometry import KVLayout
 from kvtier.types.keys import OffloadKey, RequestId, make_key
@@ -101,10 +101,10 @@ def test_a_stack_file_with_an_unknown_policy_is_refused_with_the_path_of_the_key
         parse_stack("tiers: [{type: cpu, cpu_bytes_to_use: 1MiB, policy: fifo}]")
 
 
-def following_stack(tensor: torch.Tensor, rows: int = 8) -> EngineStack:
+def following_stack(tensor: torch.Tensor, rows: int = 8) -> SteppedStack:
     text = f"tiers: [{{type: gpu}}, {{type: cpu, cpu_bytes_to_use: {rows * PAGE}, policy: following}}]"
     layout = KVLayout.of_pages(PAGE, block_size=16)
-    return EngineStack(stack_parts(parse_stack(text), layout, [tensor], model="m"))
+    return SteppedStack(stack_parts(parse_stack(text), layout, [tensor], model="m"))
 
 
 def names(*numbers: int) -> list[OffloadKey]:

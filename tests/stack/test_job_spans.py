@@ -8,12 +8,11 @@ import time
 from collections import Counter
 from pathlib import Path
 
-import pytest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
-from support_joining import FACES, Driver
+from support_joining import Driver
 from support_stack import PLAIN, Engine, fs, keys, parts_of, stack_file, until
 from support_stack_tiers import backends
 
@@ -40,16 +39,11 @@ class Traced:
         return Counter((one.attributes["kvtier.tier"], one.attributes["kvtier.direction"]) for one in self.spans())
 
 
-@pytest.fixture(params=FACES)
-def face(request) -> type[Driver]:
-    return FACES[request.param]
-
-
-def test_each_job_of_each_tier_has_a_span_of_its_time(face, tmp_path: Path) -> None:
+def test_each_job_of_each_tier_has_a_span_of_its_time(tmp_path: Path) -> None:
     traced, engine, before = Traced(), Engine(PLAIN, 64), time.time_ns()
     parts = dataclasses.replace(parts_of(stack_file(PLAIN, 8, fs(tmp_path / "root")), engine), tracer=traced.tracer)
     names = keys(8)
-    with face(parts, engine) as stack:
+    with Driver(parts, engine) as stack:
         assert stack.store(names) == ["stored"] * 8
         stack.drain()
         stack.refill(keys(8, tag="other"))
@@ -103,14 +97,14 @@ async def test_a_job_that_fails_is_an_error_and_one_that_is_late_has_its_whole_t
         assert last.end_time >= late_at - 10_000_000, "of another clock, set at the start"
 
 
-def test_a_provider_that_raises_costs_no_job_anything(face, tmp_path: Path) -> None:
+def test_a_provider_that_raises_costs_no_job_anything(tmp_path: Path) -> None:
     class Broken:
         def start_span(self, *arguments: object, **more: object) -> None:
             raise RuntimeError("no provider")
 
     engine, names = Engine(PLAIN, 64), keys(8)
     parts = dataclasses.replace(parts_of(stack_file(PLAIN, 8, fs(tmp_path / "root")), engine), tracer=Broken())
-    with face(parts, engine) as stack:
+    with Driver(parts, engine) as stack:
         assert stack.store(names) == ["stored"] * 8
         stack.drain()
         assert stack.load(names) == ["loaded"] * 8

@@ -13,12 +13,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from support_joining import FACES, Driver, EngineDriver, Identity
+from support_joining import Driver, Identity
 from support_stack import PLAIN, Engine, fs, keys, parts_of, shared_fs, stack_file
 from support_stack_tiers import backends
 
 from kvtier.errors import ConfigError, ResourceError
-from kvtier.stack import EngineStack
 from kvtier.tier.contract import LookupResult
 
 UNKNOWN = 'reason="what its blocks belong to is not known yet"'
@@ -26,17 +25,12 @@ MISS, PENDING = LookupResult.MISS, LookupResult.HIT_PENDING
 OLD, NEW, SPARE = keys(4), keys(4, start=100), keys(40, start=1000)
 
 
-@pytest.fixture(params=FACES)
-def face(request) -> type[Driver]:
-    return FACES[request.param]
-
-
-def driver(face: type[Driver], identity: Identity | None, *lowers: dict[str, object], seconds: float = 0.0) -> Driver:
+def driver(identity: Identity | None, *lowers: dict[str, object], seconds: float = 0.0) -> Driver:
     """A stack of 16 rows that is not open, and waits that long for its namespace."""
     engine = Engine(PLAIN, 8)
     config = stack_file(PLAIN, 16, *lowers, backends=backends())
     parts = parts_of(config, engine, backends(), identity_seconds=seconds, tier_close_seconds=20.0)
-    return face(dataclasses.replace(parts, refine=identity), engine)
+    return Driver(dataclasses.replace(parts, refine=identity), engine)
 
 
 def known(weights: str = "w") -> Identity:
@@ -51,9 +45,9 @@ def both(folder: Path) -> list[dict[str, object]]:
 
 
 @pytest.fixture
-def filled(face, tmp_path) -> Path:
+def filled(tmp_path) -> Path:
     """A folder with OLD in both tiers, left by an earlier process."""
-    with driver(face, known(), *both(tmp_path), seconds=60.0) as stack:
+    with driver(known(), *both(tmp_path), seconds=60.0) as stack:
         assert stack.joined()
         assert stack.store(OLD) == ["stored"] * 4
         stack.drain()
@@ -71,25 +65,25 @@ def lines(caplog, level: int) -> list[str]:
     return [record.message for record in caplog.records if record.levelno == level and "tier" in record.message]
 
 
-def test_a_namespace_known_in_time_opens_the_tiers_with_the_stack(face, filled, caplog):
-    with driver(face, known(), *both(filled), seconds=60.0) as stack:
+def test_a_namespace_known_in_time_opens_the_tiers_with_the_stack(filled, caplog):
+    with driver(known(), *both(filled), seconds=60.0) as stack:
         assert stack.joined()
         assert stack.tier("fs").joined == stack.tier("shared_fs").joined == 1
         assert stack.load(OLD) == ["loaded"] * 4
     assert not lines(caplog, logging.WARNING)
 
 
-def test_a_wrong_namespace_in_time_refuses_to_open(face, tmp_path):
+def test_a_wrong_namespace_in_time_refuses_to_open(tmp_path):
     identity = known()
     identity.error = ConfigError("the workers disagree", "workers")
-    stack = driver(face, identity, *both(tmp_path), seconds=60.0)
+    stack = driver(identity, *both(tmp_path), seconds=60.0)
     with pytest.raises(ConfigError, match="disagree"):
         stack.open()
 
 
-def test_held_back_tiers_neither_load_nor_store(face, filled, caplog):
+def test_held_back_tiers_neither_load_nor_store(filled, caplog):
     caplog.set_level(logging.INFO)
-    with driver(face, Identity(), *both(filled)) as stack:
+    with driver(Identity(), *both(filled)) as stack:
         assert not stack.joined()
         assert stack.lookup_once(OLD) == [MISS] * 4
         assert stack.locate(OLD) == [None] * 4
@@ -108,10 +102,10 @@ def test_held_back_tiers_neither_load_nor_store(face, filled, caplog):
         assert told == [f"event=tier_held_back tier={name} {UNKNOWN}" for name in names]
 
 
-def test_tiers_join_when_the_namespace_is_known(face, filled, caplog):
+def test_tiers_join_when_the_namespace_is_known(filled, caplog):
     caplog.set_level(logging.INFO)
     identity = Identity()
-    with driver(face, identity, *both(filled)) as stack:
+    with driver(identity, *both(filled)) as stack:
         assert stack.store(NEW) == ["stored"] * 4
         identity.answer()
         stack.until(stack.joined)
@@ -129,38 +123,23 @@ def test_tiers_join_when_the_namespace_is_known(face, filled, caplog):
         stack.stack.check_integrity()
     opened = [line.split()[:2] for line in lines(caplog, logging.INFO) if "tier_open" in line]
     assert opened == [["event=tier_open", f"tier={name}"] for name in ("cpu", "fs", "shared_fs")]
-    with driver(face, known(), shared_fs(filled / "files"), seconds=60.0) as stack:
+    with driver(known(), shared_fs(filled / "files"), seconds=60.0) as stack:
         assert stack.load([*OLD, *NEW]) == ["loaded"] * 8
 
 
-def test_an_engine_that_idles_steps_once_for_tiers_that_join(tmp_path):
-    identity = Identity()
-    with driver(EngineDriver, identity, fs(tmp_path / "slab")) as one:
-        stack = one.stack
-        assert isinstance(stack, EngineStack)
-        assert stack.step() == []
-        assert not stack.has_pending_work
-        identity.answer()
-        assert stack.wait(60.0)
-        assert stack.has_pending_work
-        assert stack.step() == []
-        assert one.tier("fs").joined == 1
-        assert not stack.has_pending_work
-
-
-def test_blocks_of_other_weights_are_not_found(face, filled):
+def test_blocks_of_other_weights_are_not_found(filled):
     identity = Identity("other")
-    with driver(face, identity, *both(filled)) as stack:
+    with driver(identity, *both(filled)) as stack:
         identity.answer()
         stack.until(stack.joined)
         assert stack.load(OLD) == ["missing"] * 4
 
 
 @pytest.mark.parametrize("error", [ConfigError("no digest", "workers"), OSError(5, "unreadable"), ValueError("bad")])
-def test_a_namespace_that_fails_too_late_is_one_line_and_no_error(face, filled, caplog, error):
+def test_a_namespace_that_fails_too_late_is_one_line_and_no_error(filled, caplog, error):
     identity = Identity()
     identity.error = error
-    with driver(face, identity, *both(filled)) as stack:
+    with driver(identity, *both(filled)) as stack:
         identity.answer()
         stack.until(lambda: bool(lines(caplog, logging.ERROR)))
         assert stack.load(OLD) == ["missing"] * 4
@@ -172,10 +151,10 @@ def test_a_namespace_that_fails_too_late_is_one_line_and_no_error(face, filled, 
 
 
 @pytest.mark.parametrize("error", [ResourceError("files were changed"), OSError(5, "unreadable")])
-def test_a_namespace_that_cannot_be_known_holds_the_tiers_back_for_good(face, filled, caplog, error):
+def test_a_namespace_that_cannot_be_known_holds_the_tiers_back_for_good(filled, caplog, error):
     identity = known()
     identity.error = error
-    with driver(face, identity, *both(filled), seconds=60.0) as stack:
+    with driver(identity, *both(filled), seconds=60.0) as stack:
         stack.until(lambda: bool(lines(caplog, logging.ERROR)))
         assert stack.load(OLD) == ["missing"] * 4
         assert stack.store(NEW) == ["stored"] * 4
@@ -184,9 +163,9 @@ def test_a_namespace_that_cannot_be_known_holds_the_tiers_back_for_good(face, fi
     assert str(error) in line
 
 
-def test_a_tier_that_cannot_be_opened_then_leaves_all_held_back(face, tmp_path, caplog):
+def test_a_tier_that_cannot_be_opened_then_leaves_all_held_back(tmp_path, caplog):
     identity = Identity()
-    stack = driver(face, identity, fs(tmp_path / "slab"), {"type": "memory", "name": "below"})
+    stack = driver(identity, fs(tmp_path / "slab"), {"type": "memory", "name": "below"})
 
     async def refuse(context):
         raise ResourceError("no disk")
@@ -197,7 +176,7 @@ def test_a_tier_that_cannot_be_opened_then_leaves_all_held_back(face, tmp_path, 
         stack.until(lambda: bool(lines(caplog, logging.ERROR)))
         assert stack.store(NEW) == ["stored"] * 4
         assert stack.tier("fs").joined == stack.tier("below").joined == 0
-    with driver(face, known(), fs(tmp_path / "slab"), seconds=60.0):
+    with driver(known(), fs(tmp_path / "slab"), seconds=60.0):
         pass  # its root was left
 
 
@@ -205,9 +184,9 @@ def test_a_tier_that_cannot_be_opened_then_leaves_all_held_back(face, tmp_path, 
 
 
 @pytest.mark.parametrize("resets", [1, 3])
-def test_a_reset_while_held_back_holds_when_they_join_and_after_a_crash(face, filled, resets, tmp_path_factory):
+def test_a_reset_while_held_back_holds_when_they_join_and_after_a_crash(filled, resets, tmp_path_factory):
     identity, crashed = Identity(), tmp_path_factory.mktemp("crashed") / "copy"
-    with driver(face, identity, *both(filled)) as stack:
+    with driver(identity, *both(filled)) as stack:
         for _ in range(resets):
             stack.reset()
         assert stack.store(NEW) == ["stored"] * 4
@@ -221,17 +200,17 @@ def test_a_reset_while_held_back_holds_when_they_join_and_after_a_crash(face, fi
         stack.reset()
         assert stack.load(NEW) == ["missing"] * 4, "later resets go on from there"
     for folder in (filled, crashed):
-        with driver(face, known(), *both(folder), seconds=60.0) as stack:
+        with driver(known(), *both(folder), seconds=60.0) as stack:
             assert stack.load(OLD) == ["missing"] * 4
             assert stack.store(OLD) == ["stored"] * 4
             stack.drain()
             assert {stack.tier(name).stored for name in ("fs", "shared_fs")} == {4}
 
 
-def test_a_reset_between_the_opening_and_the_join_hands_the_tiers_over_once_more(face, filled):
+def test_a_reset_between_the_opening_and_the_join_hands_the_tiers_over_once_more(filled):
     """The tiers are open and on their way to the control plane when the reset comes: what arrives then is stale."""
     identity = Identity()
-    with driver(face, identity, *both(filled)) as stack:
+    with driver(identity, *both(filled)) as stack:
         plane = stack.stack._assembled.plane
         taken, plane.join = [], lambda tiers, now: taken.append(tiers)
         identity.answer()
@@ -243,17 +222,17 @@ def test_a_reset_between_the_opening_and_the_join_hands_the_tiers_over_once_more
         assert plane.control.lowers[0] is not taken[0].lowers[0]
         assert plane.control.epoch == taken[0].epoch + 1
         assert stack.load(OLD) == ["missing"] * 4
-    with driver(face, known(), *both(filled), seconds=60.0) as stack:
+    with driver(known(), *both(filled), seconds=60.0) as stack:
         assert stack.load(OLD) == ["missing"] * 4
 
 
-def test_a_store_in_flight_during_the_join_is_kept_and_a_load_ends_well(face, filled):
+def test_a_store_in_flight_during_the_join_is_kept_and_a_load_ends_well(filled):
     """The join changes the epoch from that of no tier to theirs; that is not a reset."""
-    with driver(face, known(), *both(filled), seconds=60.0) as stack:
+    with driver(known(), *both(filled), seconds=60.0) as stack:
         stack.reset()
         assert stack.store(OLD) == ["stored"] * 4
     identity = Identity()
-    with driver(face, identity, *both(filled)) as stack:
+    with driver(identity, *both(filled)) as stack:
         assert stack.store(NEW) == ["stored"] * 4
         plane, clock = stack.stack._assembled.plane, stack.stack._clock
         taken, plane.join = [], lambda tiers, now: taken.append(tiers)
@@ -270,18 +249,18 @@ def test_a_store_in_flight_during_the_join_is_kept_and_a_load_ends_well(face, fi
 # -- closing -------------------------------------------------------------------------------------------------------
 
 
-def test_closing_while_held_back_ends_the_wait(face, filled):
+def test_closing_while_held_back_ends_the_wait(filled):
     identity = Identity()
-    with driver(face, identity, *both(filled)) as stack:
+    with driver(identity, *both(filled)) as stack:
         assert stack.store(NEW) == ["stored"] * 4
     assert identity.cancelled
-    with driver(face, known(), *both(filled), seconds=60.0) as stack:
+    with driver(known(), *both(filled), seconds=60.0) as stack:
         assert stack.load(OLD) == ["loaded"] * 4
 
 
-def test_closing_while_a_tier_opens_closes_what_has_opened(face, tmp_path):
+def test_closing_while_a_tier_opens_closes_what_has_opened(tmp_path):
     identity = Identity()
-    stack = driver(face, identity, {"type": "memory", "name": "above"}, {"type": "memory", "name": "below"})
+    stack = driver(identity, {"type": "memory", "name": "above"}, {"type": "memory", "name": "below"})
     above, below = stack.parts.tiers[2:]
     begun = []
 
@@ -300,8 +279,8 @@ def test_closing_while_a_tier_opens_closes_what_has_opened(face, tmp_path):
 # -- held back for good --------------------------------------------------------------------------------------------
 
 
-def test_tiers_held_back_for_good_neither_load_nor_store(face, filled, caplog):
-    with driver(face, known(), *both(filled), seconds=60.0) as stack:
+def test_tiers_held_back_for_good_neither_load_nor_store(filled, caplog):
+    with driver(known(), *both(filled), seconds=60.0) as stack:
         assert stack.load(OLD) == ["loaded"] * 4
         stack.reset()
         assert stack.store(NEW) == ["stored"] * 4
@@ -321,13 +300,13 @@ def test_tiers_held_back_for_good_neither_load_nor_store(face, filled, caplog):
     assert lines(caplog, logging.WARNING) == [
         f"event=tier_held_back tier={name} {reason}" for name in ("fs", "shared_fs")
     ]
-    with driver(face, known(), *both(filled), seconds=60.0) as stack:
+    with driver(known(), *both(filled), seconds=60.0) as stack:
         assert stack.load([*OLD, *NEW]) == ["missing"] * 8, "the resets were made durable, that after it too"
 
 
-def test_tiers_held_back_for_good_do_not_join(face, filled):
+def test_tiers_held_back_for_good_do_not_join(filled):
     identity = Identity()
-    with driver(face, identity, *both(filled)) as stack:
+    with driver(identity, *both(filled)) as stack:
         stack.stack.engine.hold_back("the weights were replaced")
         stack.until(lambda: identity.cancelled)
         assert stack.store(NEW) == ["stored"] * 4
@@ -338,15 +317,15 @@ def test_tiers_held_back_for_good_do_not_join(face, filled):
 # -- tiers of several epochs ---------------------------------------------------------------------------------------
 
 
-def test_a_tier_that_missed_a_reset_is_reset_when_it_comes_back(face, tmp_path):
+def test_a_tier_that_missed_a_reset_is_reset_when_it_comes_back(tmp_path):
     slab, files = fs(tmp_path / "slab"), shared_fs(tmp_path / "files")
     other = fs(tmp_path / "other", name="other")
-    with driver(face, known(), slab, other, files, seconds=60.0) as stack:
+    with driver(known(), slab, other, files, seconds=60.0) as stack:
         assert stack.store(OLD) == ["stored"] * 4
         stack.drain()
-    with driver(face, known(), slab, seconds=60.0) as stack:
+    with driver(known(), slab, seconds=60.0) as stack:
         stack.reset()
-    with driver(face, known(), slab, other, files, seconds=60.0) as stack:
+    with driver(known(), slab, other, files, seconds=60.0) as stack:
         assert stack.lookup(OLD) == [MISS] * 4
         assert stack.store(NEW) == ["stored"] * 4
         stack.drain()
@@ -355,5 +334,5 @@ def test_a_tier_that_missed_a_reset_is_reset_when_it_comes_back(face, tmp_path):
             "other": 4,
             "shared_fs": 4,
         }
-    with driver(face, known(), other, seconds=60.0) as stack:
+    with driver(known(), other, seconds=60.0) as stack:
         assert stack.load([*OLD, *NEW]) == ["missing"] * 4 + ["loaded"] * 4

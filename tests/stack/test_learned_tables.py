@@ -19,12 +19,13 @@ from click.testing import CliRunner
 from support_logs import complaints
 
 from faults.machine import warm
+from faults.stepped import SteppedStack
 from kvtier.cli import main
 from kvtier.config import open_stack, parse_stack, stack_parts
 from kvtier.config.load import StackConfig
 from kvtier.policy.reuse.prediction.classes import NUM_BUCKETS, NUM_CLASSES, USES
 from kvtier.policy.reuse.prediction.model import ReuseModel
-from kvtier.stack import EngineStack, TierStack
+from kvtier.stack import TierStack
 from kvtier.stack.learned.model_files import model_path, read, write
 from kvtier.types.geometry import KVLayout
 from kvtier.types.keys import RequestId, make_key
@@ -41,11 +42,11 @@ def config(root: Path, state_dir: str = "") -> StackConfig:
     return parse_stack(f"state_dir: '{state_dir}'\ntiers: [{', '.join(tiers)}]")
 
 
-def engine(stack: StackConfig) -> EngineStack:
-    return EngineStack(stack_parts(stack, LAYOUT, [torch.zeros((4, PAGE), dtype=torch.uint8)], model="m"))
+def engine(stack: StackConfig) -> SteppedStack:
+    return SteppedStack(stack_parts(stack, LAYOUT, [torch.zeros((4, PAGE), dtype=torch.uint8)], model="m"))
 
 
-def model(stack: EngineStack | TierStack) -> ReuseModel:
+def model(stack: SteppedStack | TierStack) -> ReuseModel:
     assert stack._assembled is not None
     models = stack._assembled.plane.control.models
     models.journal.take_in()
@@ -54,7 +55,7 @@ def model(stack: EngineStack | TierStack) -> ReuseModel:
     return only
 
 
-def serve(stack: EngineStack | TierStack) -> None:
+def serve(stack: SteppedStack | TierStack) -> None:
     """Prompts of four blocks, of which every second one comes back, after a minute."""
     for turn in range(3 * PROMPTS):
         prompt = f"{turn // 3} {turn % 3 // 2}"

@@ -8,10 +8,11 @@ from types import FrameType
 
 import pytest
 from support_counts import full_alone
-from support_driver import FACES
+from support_driver import ServedStack
 from support_stack import PLAIN, Engine, keys, parts_of, stack_file, until
 from support_stack_tiers import SharedTier, backends
 
+from faults.stepped import SteppedStack
 from kvtier.stack import TierStack
 from kvtier.tier.contract import LookupResult
 
@@ -68,7 +69,7 @@ async def test_a_prompt_of_few_blocks_is_asked_for_whole_so_holes_are_known():
     assert tier.asked == [names]
 
 
-@pytest.mark.parametrize("face", [FACES["embedded"], pytest.param(FACES["process"], marks=full_alone())])
+@pytest.mark.parametrize("face", [SteppedStack, pytest.param(ServedStack, marks=full_alone())])
 def test_an_engine_that_looks_up_step_by_step_finds_the_same(face):
     parts, tier = over_shared(Engine(PLAIN, 16), lookup_timeout_seconds=30.0)
     names = keys(BLOCKS)

@@ -20,12 +20,13 @@ from support_logs import complaints
 from support_paths import SUPPORT
 
 from faults.machine import warm
+from faults.stepped import SteppedStack
 from kvtier.cli import main
 from kvtier.config import open_stack, parse_stack, stack_parts
 from kvtier.config.load import StackConfig
 from kvtier.policy import POLICIES, RequestModels
 from kvtier.policy.base import MODEL_BYTES_MAX
-from kvtier.stack import EngineStack, StackSettings
+from kvtier.stack import StackSettings
 from kvtier.stack.learned.model_files import SAVE_SECONDS, ModelFiles, decode, encode, model_path, read, write
 from kvtier.types.geometry import KVLayout
 from kvtier.types.keys import RequestId, make_key
@@ -49,18 +50,18 @@ def config(root: Path, kind: str = "fs", state_dir: str = "") -> StackConfig:
     return parse_stack(f"state_dir: '{state_dir}'\ntiers: [{', '.join([*tiers, *filter(None, [disk.get(kind)])])}]")
 
 
-def engine(stack: StackConfig) -> EngineStack:
-    return EngineStack(stack_parts(stack, LAYOUT, [torch.zeros((4, PAGE), dtype=torch.uint8)], model="m"))
+def engine(stack: StackConfig) -> SteppedStack:
+    return SteppedStack(stack_parts(stack, LAYOUT, [torch.zeros((4, PAGE), dtype=torch.uint8)], model="m"))
 
 
-def model(stack: EngineStack) -> Notes:
+def model(stack: SteppedStack) -> Notes:
     assert stack._assembled is not None
     (only,) = stack._assembled.plane.control.models
     assert isinstance(only, Notes)
     return only
 
 
-def serve(stack: EngineStack, count: int) -> None:
+def serve(stack: SteppedStack, count: int) -> None:
     for number in range(count):
         stack.request(RequestId(str(number)), NAMES).end(1)
 

@@ -12,7 +12,7 @@ from support_stack import PLAIN, Engine, parts_of, stack_file
 from support_stack_tiers import backends
 
 from kvtier.errors import ResourceError
-from kvtier.stack import EngineStack, StackParts, TierStack
+from kvtier.stack import StackParts, TierStack
 
 
 class Watched:
@@ -75,20 +75,6 @@ async def test_a_tier_that_opens_too_late_is_closed_then():
     assert not frozen.closed.is_set()
     frozen.answer.set()
     assert await asyncio.to_thread(frozen.closed.wait, 10)
-
-
-def test_an_engines_stack_leaves_its_thread_until_a_late_tier_is_closed(monkeypatch):
-    monkeypatch.setattr("kvtier.stack.engine_stack.CLOSE_GRACE_SECONDS", 0.2)
-    made = parts()
-    frozen = Frozen(made.tiers[2])
-    stack = EngineStack(made)
-    with pytest.raises(ResourceError, match="tier below did not open"):
-        stack.open()
-    (thread,) = (one for one in threading.enumerate() if one.name == "kvtier-stack")
-    frozen.answer.set()
-    assert frozen.closed.wait(10)
-    thread.join(10)
-    assert not thread.is_alive()
 
 
 async def test_a_probe_that_is_not_answered_is_named():

@@ -9,7 +9,7 @@ import shlex
 
 import pytest
 from support_control import World, cpu_setup, fs_setup
-from support_joining import FACES, Driver
+from support_joining import Driver
 from support_stack import PLAIN, Engine, fs, keys, parts_of, shared_fs, stack_file
 from support_stack_tiers import MemoryTier, backends
 
@@ -27,11 +27,6 @@ EVENTS = {
     "closed": {"dropped_blocks", "unfinished_jobs", "seconds"},
 }
 """Every event, and the names of its values."""
-
-
-@pytest.fixture(params=FACES)
-def face(request) -> type[Driver]:
-    return FACES[request.param]
 
 
 @pytest.fixture(autouse=True)
@@ -62,16 +57,16 @@ def one(caplog, event: str, **wanted: str) -> dict[str, str]:
     return found
 
 
-def test_a_tier_that_opens_says_how_and_what_it_found(face, tmp_path, caplog):
+def test_a_tier_that_opens_says_how_and_what_it_found(tmp_path, caplog):
     lowers = fs(tmp_path / "slab"), shared_fs(tmp_path / "a folder")
     config = stack_file(PLAIN, 16, *lowers)
     engine = Engine(PLAIN, 8)
-    with face(parts_of(config, engine), engine) as stack:
+    with Driver(parts_of(config, engine), engine) as stack:
         assert stack.store(keys(8)) == ["stored"] * 8
         stack.drain()
     caplog.clear()
     engine = Engine(PLAIN, 8)
-    with face(parts_of(config, engine), engine) as stack:
+    with Driver(parts_of(config, engine), engine) as stack:
         found = {each["tier"]: each for each in told(caplog)}
         assert events(caplog) == ["tier_open"] * 3
         for name, figures in stack.stack.stats().tiers.items():
@@ -83,16 +78,16 @@ def test_a_tier_that_opens_says_how_and_what_it_found(face, tmp_path, caplog):
     assert one(caplog, "closed")["level"] == "INFO"
 
 
-def memory_stack(face, engine: Engine, **options: object) -> tuple[Driver, MemoryTier]:
+def memory_stack(engine: Engine, **options: object) -> tuple[Driver, MemoryTier]:
     parts = parts_of(stack_file(PLAIN, 32, {"type": "memory", **options}, backends=backends()), engine, backends())
     tier = parts.tiers[-1]
     assert isinstance(tier, MemoryTier)
-    return face(parts, engine), tier
+    return Driver(parts, engine), tier
 
 
-def test_a_tier_that_goes_down_and_comes_back_is_two_lines(face, caplog, monkeypatch):
+def test_a_tier_that_goes_down_and_comes_back_is_two_lines(caplog, monkeypatch):
     engine = Engine(PLAIN, 64)
-    driver, tier = memory_stack(face, engine)
+    driver, tier = memory_stack(engine)
     with driver as stack:
         (lower,) = stack.stack._assembled.plane.control.lowers
         tier.spoil = lambda kind, key: failed(errno.EIO)
@@ -112,8 +107,8 @@ def test_a_tier_that_goes_down_and_comes_back_is_two_lines(face, caplog, monkeyp
         assert float(up["down_seconds"]) > 0
 
 
-def test_a_reset_says_whether_it_is_durable(face, caplog):
-    driver, tier = memory_stack(face, Engine(PLAIN, 8))
+def test_a_reset_says_whether_it_is_durable(caplog):
+    driver, tier = memory_stack(Engine(PLAIN, 8))
     with driver as stack:
         stack.reset()
         done = one(caplog, "reset")
@@ -130,12 +125,12 @@ def test_a_reset_says_whether_it_is_durable(face, caplog):
         del tier.reset
 
 
-def test_what_closing_lost_is_a_warning(face, caplog):
+def test_what_closing_lost_is_a_warning(caplog):
     engine = Engine(PLAIN, 64)
     parts = parts_of(
         stack_file(PLAIN, 32, {"type": "memory"}, backends=backends()), engine, backends(), close_timeout_seconds=0.0
     )
-    with face(parts, engine) as stack:
+    with Driver(parts, engine) as stack:
         parts.tiers[-1].spoil = lambda kind, key: failed(errno.EIO)
         assert stack.store(keys(12)) == ["stored"] * 12
     closed = one(caplog, "closed")
@@ -144,12 +139,12 @@ def test_what_closing_lost_is_a_warning(face, caplog):
     assert closed["level"] == "WARNING"
 
 
-def test_no_line_has_a_key_a_request_or_a_namespace_in_it(face, tmp_path, caplog):
+def test_no_line_has_a_key_a_request_or_a_namespace_in_it(tmp_path, caplog):
     engine = Engine(PLAIN, 64)
     parts = parts_of(stack_file(PLAIN, 16, fs(tmp_path / "slab")), engine)
     parts = dataclasses.replace(parts, namespace=dataclasses.replace(parts.namespace, tag="a tenant"))
     names = keys(8)
-    with face(parts, engine) as stack:
+    with Driver(parts, engine) as stack:
         assert stack.store(names) == ["stored"] * 8
         stack.drain()
         stack.reset()
@@ -161,14 +156,14 @@ def test_no_line_has_a_key_a_request_or_a_namespace_in_it(face, tmp_path, caplog
         assert repr(bytes(name)) not in caplog.text
 
 
-def test_a_handler_that_raises_costs_no_request_anything(face, caplog):
+def test_a_handler_that_raises_costs_no_request_anything(caplog):
     class Broken(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             if "tier_down" in record.getMessage():
                 raise RuntimeError("the log is full")
 
     engine, broken = Engine(PLAIN, 64), Broken()
-    driver, tier = memory_stack(face, engine)
+    driver, tier = memory_stack(engine)
     logging.getLogger(LOGGER).addHandler(broken)
     try:
         with driver as stack:

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support_driver import Face, both_drivers
+from support_driver import ServedStack
 from support_stack import PLAIN, Engine, fs, keys, parts_of, stack_file, store, until, whole
 
 from faults.machine import warm
@@ -102,9 +102,8 @@ async def test_the_document_holds_the_figures_of_the_stack(
     assert document["written_today_bytes"]["fs"] > 8 * 4096, "with headers"
 
 
-@both_drivers
-def test_the_loop_answers_while_the_engine_does_nothing(face: type[Face], path: str) -> None:
-    with face(parts(path, Engine(PLAIN, 8))) as stack:
+def test_the_loop_answers_while_the_engine_does_nothing(path: str) -> None:
+    with ServedStack(parts(path, Engine(PLAIN, 8))) as stack:
         document = json.loads(read(path))  # this is the engine's thread
         assert stats_from_json(document).tiers.keys() == stack.stats().tiers.keys() == {"cpu"}
         assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
@@ -147,9 +146,8 @@ async def test_figures_are_collected_seldom_however_many_ask(path: str, monkeypa
 # -- clients -----------------------------------------------------------------------------------------------------------
 
 
-@both_drivers
-def test_clients_that_do_not_read_hold_up_nothing(face: type[Face], path: str) -> None:
-    with face(parts(path, Engine(PLAIN, 8))):
+def test_clients_that_do_not_read_hold_up_nothing(path: str) -> None:
+    with ServedStack(parts(path, Engine(PLAIN, 8))):
         silent = [socket.socket(socket.AF_UNIX) for _ in range(3 * files.WAITING_MAX)]
         try:
             for client in silent:
@@ -305,13 +303,12 @@ async def test_the_second_of_two_stacks_says_one_line_and_goes_on_without(
 @pytest.mark.parametrize(
     ("tail", "reason"), [("/absent/s", "No such file or directory"), ("/" + "x" * 90, "AF_UNIX path too long")]
 )
-@both_drivers
 def test_a_path_that_cannot_be_had_is_one_line(
-    face: type[Face], path: str, tail: str, reason: str, caplog: pytest.LogCaptureFixture
+    path: str, tail: str, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = Engine(PLAIN, 8)
     wanted = replace(parts_of(stack_file(PLAIN, 16), engine), stats_socket=os.path.dirname(path) + tail)
-    with face(wanted) as stack:
+    with ServedStack(wanted) as stack:
         assert stack.stats().backlog == 0
     assert [record.getMessage() for record in caplog.records] == [f"no stats socket: {wanted.stats_socket}: {reason}"]
     assert os.listdir(os.path.dirname(path)) == []

@@ -1,4 +1,4 @@
-"""Both drivers of a synchronous engine for one set of tests: the stack in its process, and a stack process.
+"""The stack of a synchronous engine and its stack process for tests.
 
 The stack process of a test is a thread: its socket, sessions and pool are the real ones, and its tiers are objects that
 the test may hold, break and look at.
@@ -12,13 +12,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import pytest
-
+from faults.stepped import SteppedStack
 from kvtier.aio.loop_thread import LoopThread
 from kvtier.engines.process_stack import ProcessStack
 from kvtier.service.channel import is_listening
 from kvtier.service.server import StackServer
-from kvtier.stack import CloseReport, EngineStack, StackParts
+from kvtier.stack import CloseReport, StackParts, StackStats
 from kvtier.tier.contract import LookupResult
 from kvtier.types.keys import OffloadKey
 from kvtier.types.namespace import Namespace
@@ -77,6 +76,10 @@ class ServedHere:
 
         return self.thread.run(called, SECONDS)
 
+    def stats(self) -> StackStats:
+        """The figures of the pool, from any thread."""
+        return self.run(self.pool.stats)
+
     def stop(self) -> None:
         """Write back and close, as the process does some time after its last engine."""
         if self.server is not None and self.thread.alive and not self._ended.wait(0.0):
@@ -117,25 +120,10 @@ class ServedStack(ProcessStack):
             self.served.run(self.served.pool.check_integrity)
 
 
-Face = EngineStack | ServedStack
-FACES: dict[str, type[Face]] = {"embedded": EngineStack, "process": ServedStack}
-both_drivers = pytest.mark.parametrize("face", FACES.values(), ids=FACES)
-"""Tests of both drivers: `face(parts)` is a stack that is not open."""
+Stepped = ServedStack | SteppedStack
 
 
-def in_tiers_loop(stack: Face, call: Callable[..., T], *args: Any) -> T:
-    """Call it in the thread that runs the tiers."""
-    if isinstance(stack, ServedStack):
-        return stack.served.run(call, *args)
-
-    async def called() -> T:
-        return call(*args)
-
-    assert stack._thread is not None
-    return stack._thread.run(called, SECONDS)
-
-
-def drain(stack: Face, seconds: float = 20.0) -> None:
+def drain(stack: Stepped, seconds: float = 20.0) -> None:
     """Step until nothing is on its way to lower tiers."""
     until = time.monotonic() + seconds
     while stack.has_pending_work or not is_idle(stack):
@@ -144,12 +132,12 @@ def drain(stack: Face, seconds: float = 20.0) -> None:
         stack.wait(0.02)
 
 
-def is_idle(stack: Face) -> bool:
+def is_idle(stack: Stepped) -> bool:
     """True if tiers have nothing to do."""
     return not isinstance(stack, ServedStack) or stack.served.run(lambda: stack.served.pool.plane.idle)
 
 
-def presence(stack: Face, names: Sequence[OffloadKey]) -> list[LookupResult]:
+def presence(stack: Stepped, names: Sequence[OffloadKey]) -> list[LookupResult]:
     """Step until a lookup knows all of these."""
     until = time.monotonic() + SECONDS
     while LookupResult.RETRY in (found := stack.lookup(names)):

@@ -1,4 +1,4 @@
-"""Both faces of a stack behind the same synchronous calls, and a namespace that is completed when a test says so."""
+"""A stack behind synchronous calls, and a namespace that is completed when a test says so."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from support_stack import Engine, statuses, whole
 
-from kvtier.stack import EngineStack, StackParts, TierStack
+from kvtier.stack import StackParts, TierStack
 from kvtier.stack.watching.stats import TierStats
 from kvtier.tier.contract import LookupResult
 from kvtier.types.jobs import JobKind, JobResult
@@ -48,11 +47,12 @@ class Identity:
 
 
 class Driver:
-    """One open stack of either face. Use it in a `with` block."""
+    """One open stack, whose loop turns only within a call. Use it in a `with` block."""
 
     def __init__(self, parts: StackParts, engine: Engine) -> None:
         self.parts, self.engine = parts, engine
-        self.stack: Any = self._make(parts)
+        self._runner = asyncio.Runner()
+        self.stack = TierStack(parts)
 
     def __enter__(self):
         self.open()
@@ -94,64 +94,6 @@ class Driver:
             assert time.monotonic() < deadline, "it did not come about in time"
             self.turn()
 
-    def drain(self) -> None:
-        self.until(lambda: not self.stack._assembled.plane.backlog)
-
-
-class EngineDriver(Driver):
-    """Of an `EngineStack`."""
-
-    def _make(self, parts: StackParts) -> EngineStack:
-        return EngineStack(parts)
-
-    def open(self) -> None:
-        self.stack.open()
-
-    def close(self) -> None:
-        self.stack.close()
-
-    def turn(self) -> None:
-        assert not self.stack.step()
-        self.stack.wait(0.01)
-
-    def _run(self, kind, one) -> JobResult:
-        job = self.stack.job(kind, [one])
-        self.stack.submit(job)
-        results: list[JobResult] = []
-        while not results:
-            results = self.stack.step()
-            if not results:
-                self.stack.wait(0.05)
-        return results[0]
-
-    def lookup(self, names: Sequence[OffloadKey]) -> list[LookupResult]:
-        results = self.stack.lookup(names)
-        while LookupResult.RETRY in results:
-            self.turn()
-            results = self.stack.lookup(names)
-        return results
-
-    def lookup_once(self, names: Sequence[OffloadKey]) -> list[LookupResult]:
-        return self.stack.lookup(names)
-
-    def reset(self) -> None:
-        self.stack.reset()
-
-    def drain(self) -> None:
-        def drained() -> bool:
-            self.stack._assembled.plane.flush(time.monotonic())
-            return not self.stack._assembled.plane.backlog
-
-        self.until(drained)
-
-
-class TierDriver(Driver):
-    """Of a `TierStack`, whose loop turns only within a call."""
-
-    def _make(self, parts: StackParts) -> TierStack:
-        self._runner = asyncio.Runner()
-        return TierStack(parts)
-
     def open(self) -> None:
         try:
             self._runner.run(self.stack.open())
@@ -182,6 +124,3 @@ class TierDriver(Driver):
 
     def drain(self) -> None:
         assert self._runner.run(self.stack.drain(20.0))
-
-
-FACES: dict[str, type[Driver]] = {"engine": EngineDriver, "asyncio": TierDriver}

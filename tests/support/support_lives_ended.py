@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from support_shutdown import ENDS, Ended, Lives, first_word, own_traceback, quiet, right_bytes_or_misses, run_in_child
-from support_shutdown_lives import BLOCKS, NAMES, busy_engine_stack, busy_tier_stack, cache, parts
+from support_shutdown_lives import BLOCKS, NAMES, busy_engine_stack, busy_tier_stack, cache, process_stack
 from support_stack import whole
 
-from kvtier.stack import EngineStack
 from kvtier.types.jobs import JobKind
 from kvtier_fs.io.uring import probe_uring
-from tests.shutdown.test_fork import ENGINE_USES, TIER_USES, load_all, refused, store_all
+from tests.shutdown.test_fork import TIER_USES, load_all, refused, store_all
+from tests.shutdown.test_process_stack import USES
 
 TURNS_MAX = 400
 CLOSES_WITHIN_SECONDS = 60.0
@@ -115,14 +115,15 @@ class Ends:
         await self._closed(stack, root, io_engine, pending)
 
     async def closed_engine(self, root: Path, io_engine: str) -> None:
-        """The same for a synchronous engine, after any number of steps."""
+        """The same for a synchronous engine, after any number of steps: its stack process keeps what it stored."""
         stack = await asyncio.to_thread(busy_engine_stack, str(root), io_engine)
         for _ in range(self.rng.randrange(TURNS_MAX // 10)):
             stack.step()
         begun = time.monotonic()
         await asyncio.to_thread(stack.close)
         self.tally.hangs += time.monotonic() - begun > CLOSES_WITHIN_SECONDS
-        await self._closed(stack, root, io_engine, 1)
+        stack.check_integrity()
+        await self._found(root, io_engine)
 
     async def _closed(self, stack: Any, root: Path, io_engine: str, pending: int) -> None:
         report = stack.close_report
@@ -143,14 +144,14 @@ class Ends:
 
     def _engine_with_child(self, root: Path, io_engine: str) -> None:
         engine = cache()
-        with EngineStack(parts(engine, str(root), io_engine)) as stack:
+        with process_stack(engine, str(root), io_engine) as stack:
             store_all(stack)
             stack.submit(stack.job(JobKind.LOAD, [whole(NAMES, len(NAMES))]))
             for _ in range(self.rng.randrange(20)):
                 stack.step()
 
             def child() -> None:
-                for name, use in ENGINE_USES.items():
+                for name, use in USES.items():
                     assert f"belongs to process {os.getppid()}" in refused(use, stack), name
                 assert stack.close().unfinished_jobs == 0
 

@@ -6,10 +6,10 @@ import pytest
 
 from kvtier.control.plane import lookups
 from kvtier.engines.engine_memory import notifying, tier
-from kvtier.stack import core, engine_stack, request, tier_stack
+from kvtier.stack import engine_calls, jobs, request, tier_stack
 from kvtier.types import checks
 
-MODULES = (core, request, tier_stack, engine_stack, lookups, tier, notifying)
+MODULES = (engine_calls, jobs, request, tier_stack, lookups, tier, notifying)
 
 
 def without_checked_calls(monkeypatch: pytest.MonkeyPatch) -> None:

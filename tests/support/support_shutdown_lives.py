@@ -6,10 +6,12 @@ NAMES is a file that gets a line for each name that the life makes in shared mem
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import os
 import signal
 import sys
+import tempfile
 import time
 import warnings
 from functools import partial
@@ -19,7 +21,10 @@ from typing import Any
 from support_stack import Engine, fs, keys, parts_of, stack_file, until, whole
 
 from faults.machine.shared_names import record_names
-from kvtier.stack import EngineStack, StackParts, TierStack
+from kvtier.client.private import PrivateStack
+from kvtier.config import StackConfig
+from kvtier.engines.process_stack import ProcessStack
+from kvtier.stack import StackParts, TierStack
 from kvtier.types.geometry import GroupLayout, KVLayout, TensorRef
 from kvtier.types.jobs import JobKind
 from kvtier.types.keys import OffloadKey
@@ -39,8 +44,22 @@ def cache() -> Engine:
 
 def parts(engine: Engine, root: str, io_engine: str, **settings: float) -> StackParts:
     """A stack whose every block goes to disk, through one I/O engine."""
-    config = stack_file(LAYOUT, BLOCKS, fs(Path(root), capacity=32 << 20, io_engine=io_engine))
-    return parts_of(config, engine, **settings)
+    return parts_of(config(root, io_engine), engine, **settings)
+
+
+def config(root: str, io_engine: str) -> StackConfig:
+    return stack_file(LAYOUT, BLOCKS, fs(Path(root), capacity=32 << 20, io_engine=io_engine))
+
+
+def runtime_of(root: str) -> str:
+    """The folder for the socket of a stack process over a root, whose own path may be too long for one."""
+    return f"{tempfile.gettempdir()}/kvt-{hashlib.sha256(root.encode()).hexdigest()[:12]}"
+
+
+def process_stack(engine: Engine, root: str, io_engine: str) -> ProcessStack:
+    """The same stack in a process of its own."""
+    text = config(root, io_engine).model_dump_json(exclude_unset=True)
+    return ProcessStack(parts(engine, root, io_engine), lambda: PrivateStack(text, runtime_of(root)))
 
 
 def batches() -> list[tuple[int, list[OffloadKey]]]:
@@ -55,15 +74,13 @@ def say(**what: Any) -> None:
     print(json.dumps(what), flush=True)
 
 
-def busy_engine_stack(root: str, io_engine: str) -> EngineStack:
-    """Open, with stores of every block submitted and the first on their way to the disk."""
-    engine = cache()
-    stack = EngineStack(parts(engine, root, io_engine))
+def busy_engine_stack(root: str, io_engine: str) -> ProcessStack:
+    """Open, with stores of every block submitted and the first on their way."""
+    stack = process_stack(cache(), root, io_engine)
     stack.open()
     for start, names in batches():
         stack.submit(stack.job(JobKind.STORE, [whole(names, start)]))
-    while stack.has_pending_work and not under_way(stack):  # where this thread waited, all may have ended before
-        stack.step()
+    stack.step()
     return stack
 
 
@@ -96,14 +113,14 @@ def leave(how: str) -> None:
 
 def engine_unclosed(root: str, io_engine: str, how: str) -> None:
     globals()["kept"] = stack = busy_engine_stack(root, io_engine)
-    say(running=under_way(stack))
+    say(running=stack.has_pending_work)
     leave(how)
 
 
 def engine_closed(root: str, io_engine: str, how: str) -> None:
     stack = busy_engine_stack(root, io_engine)
     try:
-        say(running=under_way(stack))
+        say(running=stack.has_pending_work)
         leave(how)
     finally:
         stack.close()
@@ -143,7 +160,7 @@ def forked(root: str, io_engine: str, how: str) -> None:
     """Forks children that end as real programs do, each its way, through this program's own with block; goes on."""
     engine = cache()
     one, other = whole(NAMES), whole(NAMES, BLOCKS)
-    with EngineStack(parts(engine, root, io_engine)) as stack:
+    with process_stack(engine, root, io_engine) as stack:
         results = []
         for kind, group, way in (
             (JobKind.STORE, one, "end"),
@@ -222,7 +239,7 @@ def interrupted(root: str, io_engine: str, how: str) -> None:
                     await stack.run(stack.job(JobKind.LOAD, [whole(some, BLOCKS + start)]))
 
     def engine_main() -> None:
-        with EngineStack(parts(cache(), root, io_engine)) as stack:
+        with process_stack(cache(), root, io_engine) as stack:
             for start, some in names:
                 stack.submit(stack.job(JobKind.STORE, [whole(some, start)]))
             say(pid=os.getpid())

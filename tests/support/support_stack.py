@@ -25,7 +25,7 @@ from kvtier.types.keys import JobId, OffloadKey, key_group, make_key
 from kvtier.types.namespace import Namespace
 
 if TYPE_CHECKING:
-    from kvtier.stack import EngineStack
+    from support_driver import Stepped
 
 PAGE = 4096
 JUNK = 0xEE
@@ -215,7 +215,7 @@ async def load(stack: TierStack, engine: Engine, *groups: GPUGroup, **more: floa
     return result
 
 
-def run_jobs(stack: EngineStack, *jobs: JobId, seconds: float = 20.0) -> dict[JobId, JobResult]:
+def run_jobs(stack: Stepped, *jobs: JobId, seconds: float = 20.0) -> dict[JobId, JobResult]:
     """Step as an idle engine does until these jobs have ended."""
     results: dict[JobId, JobResult] = {}
     until = time.monotonic() + seconds

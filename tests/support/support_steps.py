@@ -7,7 +7,6 @@ import itertools
 import logging
 import pkgutil
 import random
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -25,7 +24,7 @@ from kvtier.engines.engine_memory.memory import PagedMemory
 from kvtier.engines.engine_memory.options import EngineMemoryOptions, read_options
 from kvtier.engines.engine_memory.tier import BlockingTier
 from kvtier.errors import IntegrityError
-from kvtier.stack import EngineStack, TierStack
+from kvtier.stack import TierStack
 from kvtier.stack.dispatcher import Dispatcher, Traffic
 from kvtier.tier.contract import LookupResult
 from kvtier.types.geometry import GroupLayout, KVLayout
@@ -146,8 +145,6 @@ class Face:
 
     def check_closed(self) -> None:
         """Everything has ended."""
-        if self.driver.close_report is None and isinstance(self.driver, EngineStack):
-            self.driver.close()  # Ctrl-C came in the middle: what the end of the interpreter does
         assert self.driver.close_report is not None
         assert not self.driver.close_report.unfinished_jobs
 
@@ -174,7 +171,7 @@ class Face:
         return [stack.job(kind, [whole(found, first)]) for kind, found, first in groups]
 
     def check_answers(self, stack: Any) -> None:
-        """The calls of a stack that has failed which both faces have."""
+        """The calls of a stack that has failed that memory answers."""
         self.checked += 1
         assert stack.stats().errors
         assert stack.locate(NAMES) == [None] * len(NAMES)
@@ -266,84 +263,6 @@ class TierFace(Face):
         await stack.reset()
 
 
-class EngineFace(Face):
-    """An `EngineStack`, driven as an engine does."""
-
-    def live(self, rng: random.Random, fault: StepFault, place: Place, error: type[BaseException] = Defect) -> None:
-        stack = self.driver = EngineStack(self.parts())
-        with stack:
-            self.engine.wipe()
-            first = stack.job(LOAD, [whole(NAMES)])
-            stack.submit(first)
-            self.compare(whole(NAMES), self._results(stack, [first])[first.job_id].outcomes[0])
-            self.engine.compute(whole(NAMES))
-            second = stack.job(STORE, [whole(NAMES)])
-            stack.submit(second)
-            self._results(stack, [second])
-            self._rest(stack)
-            jobs = self.jobs(stack, rng)
-            for job in jobs:
-                if job.kind is STORE:
-                    self.engine.compute(job.gpu_groups[0])
-            fault.arm(place, rng.random() < 0.5, error)
-            results = self._work(stack, jobs, rng)
-            for job in jobs:
-                if job.kind is LOAD:
-                    self.compare(job.gpu_groups[0], results[job.job_id].outcomes[0])
-            self.engine.wipe()
-            if fault.raised and stack._failed:
-                self._check(stack)
-        fault.disarm()
-        assert all((storage == JUNK).all() for storage in self.engine.storages), "a copy was in flight after its job"
-
-    def _work(self, stack: EngineStack, jobs: list[Any], rng: random.Random) -> dict[int, JobResult]:
-        for job in jobs:
-            stack.submit(job)
-        results = {result.job_id: result for result in stack.step()}
-        stack.lookup(NAMES)
-        request = stack.request(RequestId("a"))
-        request.reserve(NAMES[:4])
-        stack.hint(Retain(NAMES[:4], 5.0, "s"))
-        request.touch(NAMES)
-        stack.engine.announce(NAMES[:2])
-        stack.cancel(jobs[rng.randrange(len(jobs))].job_id)
-        request.end()
-        results |= self._results(stack, [job for job in jobs if job.job_id not in results])
-        self._rest(stack)
-        if rng.random() < 0.2:
-            stack.reset()
-        return results
-
-    def _rest(self, stack: EngineStack) -> None:
-        """Step until nothing is on its way to the disk."""
-        until = time.monotonic() + ENDS_SECONDS
-        while stack.has_pending_work and time.monotonic() < until:
-            stack.step()
-            stack.wait(0.05)
-
-    def _results(self, stack: EngineStack, jobs: Sequence[Any]) -> dict[int, JobResult]:
-        wanted, results = {job.job_id for job in jobs}, dict[int, JobResult]()
-        until = time.monotonic() + ENDS_SECONDS
-        while not wanted <= set(results):
-            assert time.monotonic() < until, "a job did not end"
-            results |= {result.job_id: result for result in stack.step()}
-            if not wanted <= set(results):
-                stack.wait(0.1)
-        return results
-
-    def _check(self, stack: EngineStack) -> None:
-        self.check_answers(stack)
-        assert stack.lookup(NAMES) == [LookupResult.MISS] * len(NAMES)
-        assert stack.engine.storable(NAMES) == ([], 0)
-        for kind in (LOAD, STORE):
-            job = stack.job(kind, [whole(NAMES[:4])])
-            stack.submit(job)
-            assert stack.has_pending_work, "an idle engine goes on stepping"
-            self.check_outcomes(self._results(stack, [job])[job.job_id], kind)
-        assert not stack.has_pending_work
-        stack.reset()
-
-
 class MemoryFace(Face):
     """A tier below an engine's own memory."""
 
@@ -407,7 +326,7 @@ class MemoryFace(Face):
         tier.reset()
 
 
-FACES: dict[str, type[Face]] = {"TierStack": TierFace, "EngineStack": EngineFace, "EngineMemoryTier": MemoryFace}
+FACES: dict[str, type[Face]] = {"TierStack": TierFace, "EngineMemoryTier": MemoryFace}
 
 
 def lives(face: str, folder: Path, seed: int, count: int, error: type[BaseException] = Defect) -> Found:

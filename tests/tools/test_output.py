@@ -59,7 +59,7 @@ folder, runs, outputs = sys.argv[1], *map(json.loads, sys.argv[2:4])
 sys.path[:0] = sys.argv[4:]
 from support_stack import PLAIN, Engine, parts_of, stack_file
 from kvtier.cli import main
-from kvtier.stack import EngineStack
+from support_driver import ServedStack
 
 def output(kind):
     if kind == "closed":
@@ -92,7 +92,7 @@ def run(words, kind):
     return {"status": status, "printed": len(printed), "errors": lines}
 
 os.chdir(folder)
-with EngineStack(parts_of(stack_file(PLAIN, 8, stats_socket=os.path.join(folder, "socket")), Engine(PLAIN, 8))):
+with ServedStack(parts_of(stack_file(PLAIN, 8, stats_socket=os.path.join(folder, "socket")), Engine(PLAIN, 8))):
     found = {name: {kind: run(words, kind) for kind in outputs} for name, words in runs.items()}
 print(json.dumps(found))
 """

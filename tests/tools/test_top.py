@@ -17,6 +17,7 @@ import pytest
 from click.testing import CliRunner, Result
 from prometheus_client import CollectorRegistry, generate_latest
 from rich.console import Console
+from support_driver import ServedStack
 from support_stack import PLAIN, Engine, parts_of, stack_file
 
 from kvtier.cli import main
@@ -24,7 +25,7 @@ from kvtier.control.tiers.breaker import BreakerState
 from kvtier.control.tiers.histogram import HistogramFigures
 from kvtier.errors import ResourceError
 from kvtier.metrics.exporter import StackCollector, metrics_server
-from kvtier.stack import EngineStack, StackStats, TierStats
+from kvtier.stack import StackStats, TierStats
 from kvtier.stack.dispatcher import TransferStats
 from kvtier.stack.watching.stats import BreakerStats
 from kvtier.tools import top as source
@@ -280,7 +281,7 @@ def test_ages_and_what_was_written_to_devices() -> None:
 
 @pytest.mark.parametrize("interval", ["0", "0.01"])
 def test_once_prints_json_of_a_socket(path: str, interval: str) -> None:
-    with EngineStack(parts_of(stack_file(PLAIN, 16, stats_socket=path), Engine(PLAIN, 8))):
+    with ServedStack(parts_of(stack_file(PLAIN, 16, stats_socket=path), Engine(PLAIN, 8))):
         result = top(path, "--once", "--json", "--interval", interval)
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)
@@ -386,7 +387,7 @@ def test_addresses_that_cannot_be_are_one_line() -> None:
     [(["--json"], "goes with --once"), (["--interval", "0"], "goes with --once"), ([], "use --once")],
 )
 def test_options_that_do_not_go_together_are_one_line(path: str, arguments: list[str], reason: str) -> None:
-    with EngineStack(parts_of(stack_file(PLAIN, 16, stats_socket=path), Engine(PLAIN, 8))):
+    with ServedStack(parts_of(stack_file(PLAIN, 16, stats_socket=path), Engine(PLAIN, 8))):
         result = top(path, *arguments)
     assert result.exit_code == 2
     assert reason in result.stderr

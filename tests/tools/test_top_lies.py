@@ -26,11 +26,11 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from support_counts import full_alone
+from support_driver import ServedStack
 from support_stack import PLAIN, Engine, parts_of, stack_file
 from support_tools import tool
 
 from kvtier.metrics.exporter import StackCollector
-from kvtier.stack import EngineStack
 from kvtier.tools import top
 
 STEERS = "\x1b]0;pwned\x07\x1b[2J\x9b31m\u202e\r\n\x00"
@@ -44,12 +44,12 @@ def truth(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str
     """What a stack says of itself, on its socket and on a page."""
     path = str(tmp_path_factory.mktemp("s") / "s")
     lower = {"type": "fs", "roots": [f"{path}-root"], "capacity": "8MiB", "min_free_bytes": 0, "direct": "off"}
-    with EngineStack(parts_of(stack_file(PLAIN, 16, lower, stats_socket=path), Engine(PLAIN, 8))) as stack:
+    with ServedStack(parts_of(stack_file(PLAIN, 16, lower, stats_socket=path), Engine(PLAIN, 8))) as stack:
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(path)
             said = b"".join(iter(lambda: client.recv(1 << 16), b""))
         registry = CollectorRegistry()
-        registry.register(StackCollector(stack.stats))
+        registry.register(StackCollector(stack.served.stats))
         return json.loads(said), generate_latest(registry).decode()
 
 

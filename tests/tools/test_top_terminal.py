@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from support_driver import ServedStack
 from support_stack import PLAIN, Engine, fs, parts_of, stack_file
 
 from kvtier.metrics.exporter import metrics_server
-from kvtier.stack import EngineStack
 
 pytestmark = pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
 COLUMNS, LINES = 80, 24
@@ -65,8 +65,8 @@ def terminal(short_folder: str) -> Iterator[Terminal]:
     one.end()
 
 
-def open_stack(path: str, *below: str) -> EngineStack:
-    return EngineStack(parts_of(stack_file(PLAIN, 16, *below, stats_socket=path), Engine(PLAIN, 8)))
+def open_stack(path: str, *below: str) -> ServedStack:
+    return ServedStack(parts_of(stack_file(PLAIN, 16, *below, stats_socket=path), Engine(PLAIN, 8)))
 
 
 @pytest.mark.parametrize("where", ["socket", "url"])
@@ -74,7 +74,7 @@ def test_a_disk_has_a_line_beside_the_cpu_tier(
     short_folder: str, terminal: Terminal, tmp_path: Path, where: str
 ) -> None:
     path = f"{short_folder}/s"
-    with open_stack(path, fs(tmp_path / "root")) as stack, metrics_server(stack.stats, 0) as port:
+    with open_stack(path, fs(tmp_path / "root")) as stack, metrics_server(stack.served.stats, 0) as port:
         address = path if where == "socket" else f"http://127.0.0.1:{port}/metrics"
         terminal.start(f"{shlex.quote(sys.executable)} -c {shlex.quote(TOP)} top {address} --interval 0.05")
         shown = terminal.shows(lambda text: "q quit" in text)
@@ -85,6 +85,7 @@ def test_a_disk_has_a_line_beside_the_cpu_tier(
         assert "…" not in shown
         assert "written below the CPU tier" in shown
         stack.engine.hold_back("a test")
+        stack.step()
         terminal.shows(lambda text: "held_back" in text)
         terminal.press("q")
         assert "exit status 0" in terminal.shows(lambda text: "exit status" in text)

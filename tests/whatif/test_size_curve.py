@@ -15,7 +15,7 @@ from kvtier.config import parse_stack
 from kvtier.control.plane.control_plane import ControlPlane
 from kvtier.control.settings import StackSettings
 from kvtier.control.tiers.size_curve import BLOCKS_MAX, INTERVAL_LEAST, SIZES, SizeCurve, interval_of
-from kvtier.engines.process_stack import Driver, open_engine_stack
+from kvtier.engines.process_stack import open_engine_stack
 from kvtier.metrics import metric_families
 from kvtier.tier.contract import SlotSpace
 from kvtier.tools.whatif.miss_ratio import lru_curve
@@ -124,13 +124,12 @@ def test_without_the_option_a_plane_takes_no_requests_in() -> None:
     assert [tier.curve for tier in plane.control.owned_tiers] == [None, None]
 
 
-@pytest.mark.parametrize("driver", ["embedded", "process"])
-def test_the_figures_and_metrics_of_a_stack_have_the_curve(tmp_path: Path, short_folder: str, driver: Driver) -> None:
+def test_the_figures_and_metrics_of_a_stack_have_the_curve(tmp_path: Path, short_folder: str) -> None:
     disk = f"{{type: fs, roots: [{tmp_path}], capacity: 64MiB, min_free_bytes: 0}}"
     tiers = f"[{{type: gpu}}, {{type: cpu, cpu_bytes_to_use: {2 * ROW_BYTES}}}, {disk}]"
     layout, pages = KVLayout.of_pages(ROW_BYTES, block_size=16), [torch.zeros((4, ROW_BYTES), dtype=torch.uint8)]
     config = parse_stack(f"curves: true\nruntime_dir: {short_folder}\ntiers: {tiers}")
-    with open_engine_stack(config, layout, pages, model="m", driver=driver) as stack:
+    with open_engine_stack(config, layout, pages, model="m") as stack:
         assert stack.engine.follows_requests
         for number, block in enumerate((1, 2, 3, 1)):
             stack.request(RequestId(str(number)), [key(block)]).end()

@@ -1,0 +1,165 @@
+"""A `TierStack` that a plain thread drives step by step, with the calls of a `ProcessStack`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from typing import Any, Self, TypeVar
+
+from kvtier.errors import UsageError
+from kvtier.stack import CloseReport, StackParts, TierStack
+from kvtier.tier.contract import LookupResult
+from kvtier.types.jobs import JobKind, JobResult, TransferJob
+from kvtier.types.keys import JobId, OffloadKey
+
+T = TypeVar("T")
+
+TURN_SECONDS = 0.002
+
+
+class Within:
+    """An object of a loop, for the thread that turns it: each of its calls is made within the loop."""
+
+    def __init__(self, target: Any, loop: asyncio.AbstractEventLoop) -> None:
+        self.target = target
+        self._loop = loop
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.target, name)
+        return partial(within, self._loop, found) if callable(found) else found
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+
+class SteppedStack:
+    """The stack's loop turns within its calls alone."""
+
+    def __init__(self, parts: StackParts) -> None:
+        self.stack = TierStack(parts)
+        self._loop: asyncio.AbstractEventLoop
+        self._ended: list[JobResult] = []
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.stack, name)
+        return partial(within, self._loop, found) if callable(found) and hasattr(self, "_loop") else found
+
+    def __enter__(self) -> Self:
+        self.open()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Turn the loop until a coroutine has ended."""
+        return self._loop.run_until_complete(work)
+
+    def open(self) -> None:
+        """As `TierStack.open`."""
+        self._loop = asyncio.new_event_loop()
+        try:
+            self.run(self.stack.open())
+        except BaseException:
+            self._close_loop()
+            raise
+
+    def close(self) -> CloseReport:
+        """As `TierStack.close`. Idempotent; in a forked child, which must not turn this loop, it does nothing."""
+        if self.stack._owner.is_forked_child or not hasattr(self, "_loop") or self._loop.is_closed():
+            return self.stack.close_report or CloseReport(0, 0)
+        try:
+            self.run(self.stack.close())
+        finally:
+            self._close_loop()
+        return self.stack.close_report or CloseReport(0, 0)
+
+    def _close_loop(self) -> None:
+        """End what is left in the loop; what hangs is left behind."""
+        tasks = asyncio.all_tasks(self._loop)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            self.run(_wait(tasks, self.stack._settings.tier_close_seconds))
+        self.run(self._loop.shutdown_asyncgens())
+        self._loop.close()
+
+    def request(self, *args: Any, **kwargs: Any) -> Within:
+        """As `TierStack.request`."""
+        return Within(within(self._loop, self.stack.request, *args, **kwargs), self._loop)
+
+    @property
+    def engine(self) -> Within:
+        """As `TierStack.engine`."""
+        return Within(self.stack.engine, self._loop)
+
+    def submit(self, job: TransferJob, request: Within | None = None) -> JobId:
+        """Begin a job; its result comes out of a later `step`."""
+        task = self._loop.create_task(self.stack.run(job, None if request is None else request.target))
+        task.add_done_callback(self._on_end)
+        self._turn()
+        if task.done() and isinstance(error := task.exception(), UsageError):
+            raise error
+        return job.job_id
+
+    def _on_end(self, task: asyncio.Task[JobResult]) -> None:
+        if not task.cancelled() and task.exception() is None:
+            self._ended.append(task.result())
+
+    def submit_store(self, keys: Sequence[OffloadKey], *, gpu_blocks: Sequence[int]) -> JobId:
+        """Begin to store whole blocks."""
+        return self.submit(self.stack._job_of(JobKind.STORE, keys, gpu_blocks, (), None))
+
+    def submit_load(
+        self, keys: Sequence[OffloadKey], request: Within | None = None, *, gpu_blocks: Sequence[int]
+    ) -> JobId:
+        """Begin to load whole blocks."""
+        return self.submit(self.stack._job_of(JobKind.LOAD, keys, gpu_blocks, (), None), request)
+
+    def lookup(self, keys: Sequence[OffloadKey]) -> Sequence[LookupResult]:
+        """Presence from memory; RETRY where a shared tier has yet to answer."""
+        self.stack._opened()
+        return within(self._loop, self.stack._look, keys)
+
+    def step(self) -> list[JobResult]:
+        """Turn the loop once; the jobs that ended since the last call."""
+        self.stack._opened()
+        self._turn()
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _turn(self) -> None:
+        self._loop.call_soon(self._loop.stop)
+        self._loop.run_forever()
+
+    def wait(self, timeout_seconds: float) -> bool:
+        """Turn the loop until a job has ended, or for a moment."""
+        if not self._ended:
+            self.run(asyncio.sleep(min(timeout_seconds, TURN_SECONDS)))
+        return True
+
+    @property
+    def has_pending_work(self) -> bool:
+        """True while jobs are in flight or wait, the stack's own too."""
+        return bool(self._ended) or not self.stack._opened().plane.idle
+
+    def reset(self) -> None:
+        """As `TierStack.reset`."""
+        self.run(self.stack.reset())
+
+
+def within(loop: asyncio.AbstractEventLoop, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """Make a call within a loop, which does not turn for longer than that."""
+
+    async def made() -> T:
+        return call(*args, **kwargs)
+
+    return loop.run_until_complete(made())
+
+
+async def _wait(tasks: set[asyncio.Task[Any]], seconds: float) -> None:
+    await asyncio.wait(tasks, timeout=seconds)
