@@ -45,7 +45,7 @@ async def test_a_scrape_shows_what_the_stack_did(tmp_path: Path) -> None:
     engine = Engine(PLAIN, 16)
     some = whole(keys(8))
     async with running(stack_file(PLAIN, 8, fs(tmp_path / "root")), engine) as stack:
-        with metrics_server(stack.served.stats, 0) as port:
+        with metrics_server(stack.stats, 0) as port:
             assert (await store(stack, engine, some)).ok
             await stack.drain(30)
             assert (await load(stack, engine, some)).ok

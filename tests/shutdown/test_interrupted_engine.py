@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import random
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from support_stack import PLAIN, Engine, fs, keys, run_jobs, whole
-from support_stack_tiers import LOAD
+from support_stack import PLAIN, Engine, fs, keys, whole
 from support_steps import FACES, NOWHERE, Defect, StepFault, lives
 
-from kvtier.aio.loop_thread import LoopThread
-from kvtier.control.plane.control_plane import ControlPlane
-from kvtier.stack import CloseReport, EngineStack
+from kvtier.stack import CloseReport
 from kvtier.stack.dispatcher import Dispatcher
 from tests.stack.test_engine import engine_stack
 from tests.stack.test_engine import store as store_blocks
@@ -50,45 +45,11 @@ def alarm() -> Iterator[Callable[[float, type[BaseException]], None]]:
     signal.signal(signal.SIGALRM, former)
 
 
-def interrupted_once(monkeypatch: pytest.MonkeyPatch, error: type[BaseException]) -> None:
-    """The next call into the loop of a thread is interrupted before it is made, as a signal may do it."""
-    usual, raised = LoopThread.call_soon, []
-
-    def call_soon(self: LoopThread, *args: Any) -> None:
-        if not raised:
-            raised.append(1)
-            raise error
-        usual(self, *args)
-
-    monkeypatch.setattr(LoopThread, "call_soon", call_soon)
-
-
-@pytest.mark.parametrize("error", [Interrupted, KeyboardInterrupt])
-@pytest.mark.parametrize("call", ["open", "reset", "close"])
-async def test_an_interruption_before_the_loop_is_reached_leaves_no_coroutine(call, error, monkeypatch):
-    said: list[Any] = []
-    monkeypatch.setattr(sys, "unraisablehook", said.append)
-    async with as_it_was():
-        stack, _ = engine_stack(EngineStack, Engine(PLAIN, 16), 8, {"type": "memory"}, tier_close_seconds=1.0)
-        if call != "open":
-            stack.open()
-        began = time.monotonic()
-        with monkeypatch.context() as patched:
-            interrupted_once(patched, error)
-            with pytest.raises(error):
-                getattr(stack, call)()
-        stack.close()
-        assert time.monotonic() - began < ENDS_SECONDS
-        del stack
-        gc.collect()
-    assert said == []
-
-
 @pytest.mark.parametrize("error", [Interrupted, KeyboardInterrupt])
 @pytest.mark.parametrize("call", ["open", "reset", "close", "wait"])
 async def test_an_interruption_of_a_call_that_waits_ends_it(call, error, alarm, monkeypatch):
     async with as_it_was():
-        stack, tiers = engine_stack(EngineStack, Engine(PLAIN, 16), 8, {"type": "memory"}, tier_close_seconds=1.0)
+        stack, tiers = engine_stack(Engine(PLAIN, 16), 8, {"type": "memory"}, tier_close_seconds=1.0)
         waits = {"open": "open", "reset": "reset", "close": "close"}.get(call)
         if call != "open":
             stack.open()
@@ -112,12 +73,12 @@ async def slow(*_: Any) -> None:
 def test_ctrl_c_between_two_steps_ends_in_a_clean_close(tmp_path):
     """What is in rows alone reaches the disk, and the thread ends."""
     engine, names = Engine(PLAIN, 32), keys(8)
-    stack, _ = engine_stack(EngineStack, engine, 16, fs(tmp_path / "r", write_policy="on_evict"))
+    stack, _ = engine_stack(engine, 16, fs(tmp_path / "r", write_policy="on_evict"))
     with pytest.raises(KeyboardInterrupt), stack:  # noqa: PT012
         assert store_blocks(stack, engine, whole(names)) == ["stored"] * 8
         signal.raise_signal(signal.SIGINT)
     assert stack.close_report == CloseReport(0, 0)
-    again, _ = engine_stack(EngineStack, engine, 16, fs(tmp_path / "r", write_policy="on_evict"))
+    again, _ = engine_stack(engine, 16, fs(tmp_path / "r", write_policy="on_evict"))
     with again:
         assert again.locate(names) == ["fs"] * 8
 
@@ -152,36 +113,3 @@ def test_a_defect_in_closing_a_tier_releases_its_root_all_the_same(tmp_path, mon
 
 def _raise_defect(_: Dispatcher) -> None:
     raise Defect
-
-
-@pytest.mark.parametrize("name", ["deliver", "pump", "collect"])
-def test_a_step_that_is_interrupted_ends_its_jobs_and_serves_nothing_wrong(name, monkeypatch):
-    """The state is half changed then, so the stack serves nothing any more; the engine goes on."""
-    engine = Engine(PLAIN, 32)
-    stack, _ = engine_stack(EngineStack, engine, 16)
-    with stack:
-        assert store_blocks(stack, engine, whole(keys(8))) == ["stored"] * 8
-        job = stack.job(LOAD, [whole(keys(8), 8)])
-        stack.submit(job)
-        usual, raised = getattr(ControlPlane, name), []
-
-        def interrupted(*args: Any) -> Any:
-            if raised:
-                return usual(*args)
-            raised.append(1)
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(ControlPlane, name, interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            step_until_raised(stack)
-        result = run_jobs(stack, job.job_id, seconds=ENDS_SECONDS)[job.job_id]
-        assert not engine.wrong(whole(keys(8), 8), result.outcomes[0])
-        assert stack.locate(keys(8)) == [None] * 8
-        assert stack.stats().errors
-
-
-def step_until_raised(stack: EngineStack) -> None:
-    until = time.monotonic() + ENDS_SECONDS
-    while time.monotonic() < until:
-        stack.step()
-        stack.wait(0.1)

@@ -11,13 +11,14 @@ import weakref
 from collections.abc import Iterator
 
 import pytest
+from support_driver import ServedStack
 from support_shutdown import IO_ENGINES
 from support_stack import PLAIN, Engine, fs, keys, parts_of, stack_file, statuses, until, whole
 from support_stack_tiers import LOAD, STORE, backends
 
 from faults.machine.belongings import belongings, left_behind, new_since
 from kvtier.errors import KVTierError, UsageError
-from kvtier.stack import EngineStack, TierStack
+from kvtier.stack import TierStack
 from kvtier.types.jobs import GPUGroup, JobKind
 
 WARM_LIVES = 20
@@ -44,9 +45,9 @@ async def tier_life(rng: random.Random, root, engine: Engine, io_engine: str) ->
 
 
 def engine_life(rng: random.Random, root, engine: Engine, io_engine: str) -> None:
-    """The same for a synchronous engine, closed with jobs under way."""
+    """The same for a synchronous engine, closed with jobs under way; its stack process is a thread."""
     parts = parts_of(stack_file(PLAIN, 8, fs(root, capacity=1 << 20, io_engine=io_engine)), engine)
-    with EngineStack(parts) as stack:
+    with ServedStack(parts) as stack:
         names = keys(4, start=rng.randrange(1000))
         for kind, first in ((STORE, 0), (LOAD, 8)):
             job = stack.job(kind, [whole(names, first)])
@@ -108,33 +109,23 @@ def no_collector() -> Iterator[None]:
     gc.enable()
 
 
-def held_by(stack: TierStack | EngineStack) -> list[weakref.ref]:
+def held_by(stack: TierStack) -> list[weakref.ref]:
     """What a stack consists of, from its plane to the queue of a disk."""
     fs_tier = stack._parts.tiers[-1]
     return [weakref.ref(one) for one in (stack, stack._opened().plane, fs_tier, fs_tier._roots[0])]
 
 
 @pytest.mark.parametrize("io_engine", IO_ENGINES)
-@pytest.mark.parametrize("face", [TierStack, EngineStack])
-async def test_a_closed_stack_is_freed_without_the_collector(tmp_path, no_collector, io_engine, face):
-    def parts():
-        return parts_of(stack_file(PLAIN, 8, fs(tmp_path / "r", capacity=1 << 20, io_engine=io_engine)), engine)
+async def test_a_closed_stack_is_freed_without_the_collector(tmp_path, no_collector, io_engine):
+    engine = Engine(PLAIN, 32)
 
-    def engines_life() -> list[weakref.ref]:
-        with EngineStack(parts()) as stack:
-            stack.submit(stack.job(STORE, [whole(keys(4))]))
-            for _ in range(20):
-                stack.step()
-                stack.wait(0.001)
-            return held_by(stack)
-
-    async def programs_life() -> list[weakref.ref]:
-        async with TierStack(parts()) as stack:
+    async def life() -> list[weakref.ref]:
+        parts = parts_of(stack_file(PLAIN, 8, fs(tmp_path / "r", capacity=1 << 20, io_engine=io_engine)), engine)
+        async with TierStack(parts) as stack:
             await stack.run(stack.job(STORE, [whole(keys(4))]))
             return held_by(stack)
 
-    engine = Engine(PLAIN, 32)
-    references = await (programs_life() if face is TierStack else asyncio.to_thread(engines_life))
+    references = await life()
     # A thread of the tier may still be on its way out of its last call.
     await until(lambda: not any(reference() for reference in references))
 
@@ -153,20 +144,6 @@ async def test_a_stack_that_nobody_closed_says_so_when_it_is_collected():
         gc.collect()
     await gpu.close()
     await cpu.close()
-
-
-def test_an_engines_stack_that_nobody_closed_says_so_when_it_is_collected():
-    stack = EngineStack(memory_parts(Engine(PLAIN, 16)))
-    stack.open()
-    tiers, loop, thread = stack._parts.tiers, stack._thread.loop, stack._thread.thread
-    del stack
-    with pytest.warns(ResourceWarning, match="unclosed <.*EngineStack"):
-        gc.collect()
-    for tier in reversed(tiers):
-        asyncio.run_coroutine_threadsafe(tier.close(), loop).result(10)
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join(10)
-    loop.close()
 
 
 def test_a_stack_left_open_is_closed_by_the_end_of_its_loop():

@@ -104,11 +104,11 @@ class ServedStack(ProcessStack):
             raise
 
     def close(self) -> CloseReport:
-        was_open = self.close_report is None and self._client is not None
-        report = super().close()
-        if was_open:
-            self._stop()
-        return report
+        try:
+            return super().close()
+        finally:
+            if self._client is not None and self.served.thread.alive:
+                self._stop()
 
     def _stop(self) -> None:
         self.served.stop()

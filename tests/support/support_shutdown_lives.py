@@ -59,6 +59,7 @@ def runtime_of(root: str) -> str:
 def process_stack(engine: Engine, root: str, io_engine: str) -> ProcessStack:
     """The same stack in a process of its own."""
     text = config(root, io_engine).model_dump_json(exclude_unset=True)
+    os.makedirs(runtime_of(root), exist_ok=True)
     return ProcessStack(parts(engine, root, io_engine), lambda: PrivateStack(text, runtime_of(root)))
 
 
