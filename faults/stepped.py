@@ -19,15 +19,15 @@ TURN_SECONDS = 0.002
 
 
 class Within:
-    """An object of a loop, for the thread that turns it: each of its calls is made within the loop."""
+    """An object of a stepped stack: each of its calls is made within the loop."""
 
-    def __init__(self, target: Any, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, target: Any, stack: SteppedStack) -> None:
         self.target = target
-        self._loop = loop
+        self._stack = stack
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.target, name)
-        return partial(within, self._loop, found) if callable(found) else found
+        return partial(self._stack.within, found) if callable(found) else found
 
     def __enter__(self) -> Self:
         return self
@@ -41,12 +41,12 @@ class SteppedStack:
 
     def __init__(self, parts: StackParts) -> None:
         self.stack = TierStack(parts)
-        self._loop: asyncio.AbstractEventLoop
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._ended: list[JobResult] = []
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.stack, name)
-        return partial(within, self._loop, found) if callable(found) and hasattr(self, "_loop") else found
+        return partial(self.within, found) if callable(found) else found
 
     def __enter__(self) -> Self:
         self.open()
@@ -57,7 +57,23 @@ class SteppedStack:
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Turn the loop until a coroutine has ended."""
+        assert self._loop is not None
         return self._loop.run_until_complete(work)
+
+    def within(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Make a call within the loop, which does not turn for longer than that; where it does not turn, without it."""
+        if not self._turns:
+            return call(*args, **kwargs)
+
+        async def made() -> T:
+            return call(*args, **kwargs)
+
+        return self.run(made())
+
+    @property
+    def _turns(self) -> bool:
+        """False before the stack opens, once it is closed, and in a forked child, which must not turn this loop."""
+        return not (self.stack._owner.is_forked_child or self._loop is None or self._loop.is_closed())
 
     def open(self) -> None:
         """As `TierStack.open`."""
@@ -69,8 +85,8 @@ class SteppedStack:
             raise
 
     def close(self) -> CloseReport:
-        """As `TierStack.close`. Idempotent; in a forked child, which must not turn this loop, it does nothing."""
-        if self.stack._owner.is_forked_child or not hasattr(self, "_loop") or self._loop.is_closed():
+        """As `TierStack.close`. Idempotent; in a forked child it does nothing."""
+        if not self._turns:
             return self.stack.close_report or CloseReport(0, 0)
         try:
             self.run(self.stack.close())
@@ -80,6 +96,7 @@ class SteppedStack:
 
     def _close_loop(self) -> None:
         """End what is left in the loop; what hangs is left behind."""
+        assert self._loop is not None
         tasks = asyncio.all_tasks(self._loop)
         for task in tasks:
             task.cancel()
@@ -90,15 +107,17 @@ class SteppedStack:
 
     def request(self, *args: Any, **kwargs: Any) -> Within:
         """As `TierStack.request`."""
-        return Within(within(self._loop, self.stack.request, *args, **kwargs), self._loop)
+        return Within(self.within(self.stack.request, *args, **kwargs), self)
 
     @property
     def engine(self) -> Within:
         """As `TierStack.engine`."""
-        return Within(self.stack.engine, self._loop)
+        return Within(self.stack.engine, self)
 
     def submit(self, job: TransferJob, request: Within | None = None) -> JobId:
         """Begin a job; its result comes out of a later `step`."""
+        self.stack._opened()
+        assert self._loop is not None
         task = self._loop.create_task(self.stack.run(job, None if request is None else request.target))
         task.add_done_callback(self._on_end)
         self._turn()
@@ -123,7 +142,7 @@ class SteppedStack:
     def lookup(self, keys: Sequence[OffloadKey]) -> Sequence[LookupResult]:
         """Presence from memory; RETRY where a shared tier has yet to answer."""
         self.stack._opened()
-        return within(self._loop, self.stack._look, keys)
+        return self.within(self.stack._look, keys)
 
     def step(self) -> list[JobResult]:
         """Turn the loop once; the jobs that ended since the last call."""
@@ -133,11 +152,13 @@ class SteppedStack:
         return ended
 
     def _turn(self) -> None:
+        assert self._loop is not None
         self._loop.call_soon(self._loop.stop)
         self._loop.run_forever()
 
     def wait(self, timeout_seconds: float) -> bool:
         """Turn the loop until a job has ended, or for a moment."""
+        self.stack._opened()
         if not self._ended:
             self.run(asyncio.sleep(min(timeout_seconds, TURN_SECONDS)))
         return True
@@ -149,16 +170,8 @@ class SteppedStack:
 
     def reset(self) -> None:
         """As `TierStack.reset`."""
+        self.stack._opened()
         self.run(self.stack.reset())
-
-
-def within(loop: asyncio.AbstractEventLoop, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """Make a call within a loop, which does not turn for longer than that."""
-
-    async def made() -> T:
-        return call(*args, **kwargs)
-
-    return loop.run_until_complete(made())
 
 
 async def _wait(tasks: set[asyncio.Task[Any]], seconds: float) -> None:
