@@ -50,7 +50,6 @@ class Engine:
         from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
         connector = {"spec_name": "KVTierSpec", "spec_module_path": "kvtier.engines.vllm", "stack": stack}
-        connector["driver"] = "embedded"
         roles = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": connector}
         self._slow_prefill(GPUModelRunner)
         self._slow_loads()

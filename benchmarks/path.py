@@ -14,7 +14,7 @@ The trips, each of one job with one block and with a batch of blocks, of one gro
 - load from a row: a `TierStack` loads blocks that are in rows.
 - load from disk: the blocks are on disk alone and the rows are full, so each is promoted to the row of another block
   (which the disk has too) and copied to the GPU.
-- lookup in a row, lookup on disk: one `lookup` of an `EngineStack`, which answers from memory.
+- lookup in a row, lookup on disk: one `lookup` of a `TierStack`, which answers from memory.
 - a request, with `lru` and with `reuse`: one that continues a prompt of as many blocks, on a `TierStack`: `request`,
   `lookup`, the load of what is there, the store of as many new blocks, `end`, `drain`.
 
@@ -47,9 +47,9 @@ import torch
 from benchmarks.options import JSON_FILE, QUICK
 from benchmarks.report import Report, median, table
 from kvtier.cli.temporary_folders import temporary_folder
-from kvtier.config import open_stack, parse_stack, stack_parts
+from kvtier.config import open_stack, parse_stack
 from kvtier.config.load import StackConfig
-from kvtier.stack import EngineStack, TierStack
+from kvtier.stack import TierStack
 from kvtier.tier.contract import LookupResult
 from kvtier.types.geometry import GroupLayout, KVLayout, TensorRef
 from kvtier.types.gpu_runs import GPURuns
@@ -196,7 +196,7 @@ def _keys(name: str, count: int) -> tuple[OffloadKey, ...]:
     return tuple(make_key(f"{name}, block {i}".encode(), 0) for i in range(count))
 
 
-def _check_place(stack: TierStack | EngineStack, keys: Sequence[OffloadKey], tier: str) -> None:
+def _check_place(stack: TierStack, keys: Sequence[OffloadKey], tier: str) -> None:
     places = stack.locate(keys)
     if places != [tier] * len(keys):
         raise AssertionError(f"blocks should be in tier {tier}, they are in {sorted(set(map(str, places)))}")
@@ -206,7 +206,7 @@ def _check_place(stack: TierStack | EngineStack, keys: Sequence[OffloadKey], tie
 
 
 class Trips:
-    """Stores and loads on an open stack, one at a time, each counted."""
+    """Stores, loads and lookups on an open stack, one at a time, each counted."""
 
     def __init__(self, stack: TierStack, setting: Setting, counter: Counter) -> None:
         self._stack = stack
@@ -222,8 +222,10 @@ class Trips:
         for number in rounds:
             await self._load(number, "cpu")
         rows.append(self._counter.take("load from a row", size.blocks, size.warm))
+        rows.append(await self._lookups("in a row", LookupResult.HIT))
         for keys in self._setting.fillers:
             await self._move(JobKind.STORE, keys, self._setting.filler_runs)
+        rows.append(await self._lookups("on disk", LookupResult.HIT_PENDING))
         for number in rounds:
             await self._load(number, "fs")
         rows.append(self._counter.take("load from disk", size.blocks, size.warm))
@@ -246,6 +248,15 @@ class Trips:
         if not torch.equal(setting.target, setting.content[number]):
             raise AssertionError(f"a load from {tier} brought wrong bytes")
 
+    async def _lookups(self, where: str, expected: LookupResult) -> dict[str, object]:
+        size, keys = self._setting.size, self._setting.rounds[0]
+        for _ in range(size.rounds):
+            with self._counter.trip():
+                found = await self._stack.lookup(keys)
+            if set(found) != {expected}:
+                raise AssertionError(f"a lookup found {set(found)}, not {expected}")
+        return self._counter.take(f"lookup {where}", size.blocks, size.warm)
+
     async def _move(self, kind: JobKind, keys: tuple[OffloadKey, ...], runs: GPURuns) -> None:
         job = self._stack.job(kind, [GPUGroup(GroupIndex(0), keys, runs)])
         result = await self._stack.run(job)
@@ -256,7 +267,7 @@ class Trips:
 
 
 async def moves(setting: Setting, counter: Counter) -> list[dict[str, object]]:
-    """The rows of stores and loads."""
+    """The rows of stores, loads and lookups."""
     async with open_stack(setting.config(), setting.namespace(), setting.caches()) as stack:
         return await Trips(stack, setting, counter).all()
 
@@ -282,43 +293,6 @@ async def requests(setting: Setting, counter: Counter, policy: str) -> dict[str,
     return counter.take(f"a request, {policy}", size.blocks, size.warm)
 
 
-# -- the lookups of an EngineStack -------------------------------------------------------------------------------
-
-
-def lookups(setting: Setting, counter: Counter) -> list[dict[str, object]]:
-    """The rows of lookups."""
-    keys, rows = setting.rounds[0], []
-    with EngineStack(stack_parts(setting.config(), setting.namespace(), setting.caches())) as stack:
-        _store(stack, keys, setting.source_runs)
-        _check_place(stack, keys, "cpu")
-        _lookup(stack, setting, counter, LookupResult.HIT)
-        rows.append(counter.take("lookup in a row", setting.size.blocks, setting.size.warm))
-        for fillers in setting.fillers:
-            _store(stack, fillers, setting.filler_runs)
-        _check_place(stack, keys, "fs")
-        _lookup(stack, setting, counter, LookupResult.HIT_PENDING)
-        rows.append(counter.take("lookup on disk", setting.size.blocks, setting.size.warm))
-    return rows
-
-
-def _store(stack: EngineStack, keys: tuple[OffloadKey, ...], runs: GPURuns) -> None:
-    stack.submit(stack.job(JobKind.STORE, [GPUGroup(GroupIndex(0), keys, runs)]))
-    results = stack.step()
-    while stack.has_pending_work:
-        stack.wait(DRAIN_SECONDS)
-        results += stack.step()
-    if [result.ok for result in results] != [True]:
-        raise AssertionError("a store did not move every block")
-
-
-def _lookup(stack: EngineStack, setting: Setting, counter: Counter, expected: LookupResult) -> None:
-    for _ in range(setting.size.rounds):
-        with counter.trip():
-            found = stack.lookup(setting.rounds[0])
-        if set(found) != {expected}:
-            raise AssertionError(f"a lookup found {set(found)}, not {expected}")
-
-
 # -- both --------------------------------------------------------------------------------------------------------
 
 
@@ -327,7 +301,6 @@ def measure(size: Size, folder: Path) -> list[dict[str, object]]:
     counter = Counter()
     with counter.installed():
         rows = asyncio.run(moves(Setting(size, folder / "moves"), counter))
-        rows += lookups(Setting(size, folder / "lookups"), counter)
         return rows + [asyncio.run(requests(Setting(size, folder / name), counter, name)) for name in ("lru", "reuse")]
 
 

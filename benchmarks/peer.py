@@ -27,12 +27,12 @@ class PeerFailed(RuntimeError):
 class Peer:
     """A child that answers questions. `with Peer(...) as peer` ends it."""
 
-    def __init__(self, python: str, module: str) -> None:
+    def __init__(self, python: str, module: str, checkout: Path = HERE) -> None:
         command = [python, "-m", module]
-        where = {**os.environ, "PYTHONPATH": os.fspath(HERE)}
+        where = {**os.environ, "PYTHONPATH": os.fspath(checkout)}
         try:
             self._child = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=HERE, env=where
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=checkout, env=where
             )
         except OSError as error:
             raise PeerFailed(f"{python}: {error.strerror}") from error

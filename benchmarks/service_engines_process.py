@@ -35,7 +35,7 @@ class ServedTiers(StackTiers):
     """The stack of a service: `Setup.blocks` GPU blocks at it."""
 
     def __init__(self, path: str, engine_id: str = "") -> None:
-        super().__init__("process", "", 0, engine_id)
+        super().__init__("", 0, engine_id)
         self._path = path
         self.open_seconds = 0.0
 

@@ -6,11 +6,10 @@ The replay is that of `kvtier replay`: GPU blocks on the CPU or on CUDA, a CPU t
 byte compared. It runs as fast as it can, without the clock of the trace, and its time holds comparing and computing
 blocks, which an engine would do otherwise. Bytes a second are those that moved between tiers.
 
-`step` is a synchronous engine over an `EngineStack` with 32 requests running. In every step it takes in what ended
+`step` is a synchronous engine over a `ProcessStack` with 32 requests running. In every step it takes in what ended
 (`step`) and stores the blocks that became full, two in the mean; every tenth step a request ends and a new one of 64
 blocks is reserved, polled, loaded and, where it missed, computed and stored. What is timed is every call of the stack
 that the engine's thread makes in a step, added up; between steps it sleeps as if it waited for its device.
-`benchmarks.stack_process` has the same engine over both drivers.
 """
 
 from __future__ import annotations
@@ -30,12 +29,11 @@ import torch
 
 from benchmarks.options import JSON_FILE, QUICK
 from benchmarks.report import ABSENT, GIB, Report, percentile, table
+from faults.stepped import SteppedStack, Within
 from kvtier.cli.temporary_folders import temporary_folder
 from kvtier.config import parse_stack, stack_parts
 from kvtier.engines.process_calls import ProcessRequest
-from kvtier.engines.process_stack import Driver, ProcessStack, open_engine_stack
-from kvtier.stack import EngineStack
-from kvtier.stack.request import StackRequest
+from kvtier.engines.process_stack import ProcessStack, open_engine_stack
 from kvtier.tools.replay.report import tier_json
 from kvtier.tools.replay.run import Replay
 from kvtier.tools.replay.setup import ReplayOptions
@@ -94,7 +92,7 @@ def _cpu_seconds() -> float:
 class Request:
     """One request of the engine: its keys, its GPU blocks, how far it is."""
 
-    opened: StackRequest | ProcessRequest
+    opened: ProcessRequest | Within
     keys: list[OffloadKey]
     blocks: list[int]
     phase: int
@@ -123,7 +121,7 @@ class Engine:
     """A synchronous engine without a model: 32 running requests, each block's bytes those that its key says."""
 
     def __init__(
-        self, stack: EngineStack | ProcessStack, tensor: torch.Tensor, seed: int, *, records: bool = False
+        self, stack: ProcessStack | SteppedStack, tensor: torch.Tensor, seed: int, *, records: bool = False
     ) -> None:
         self.stack = stack
         self._records = records
@@ -292,13 +290,13 @@ def engine_over(
     page_bytes: int,
     policy: str = "lru",
     traces: Path | None = None,
-    driver: Driver = "embedded",
-    more: str = "",
+    runtime: str | None = None,
     **changes: Any,
 ) -> Iterator[Engine]:
     """An engine over a stack; with a folder for traces the stack records its requests.
 
-    `changes` are of the parts of an embedded stack, `more` are further lines of the stack file.
+    With a folder `runtime` for its socket the stack has a process of its own. Else the engine's thread turns its loop,
+    and `changes` are of its parts.
     """
     layout = KVLayout((GroupLayout((TensorRef(0, page_bytes),), BLOCK_TOKENS),))
     per_request = PROMPT_BLOCKS + OUTPUT_BLOCKS
@@ -311,18 +309,20 @@ def engine_over(
     )
     if traces is not None:
         text += f"record: {{folder: {traces}}}\n"
-    config, namespace = parse_stack(text + more), Namespace(layout, model="benchmark")
+    if runtime is not None:
+        text += f"runtime_dir: {runtime}\n"
+    config, namespace = parse_stack(text), Namespace(layout, model="benchmark")
     with (
-        EngineStack(replace(stack_parts(config, namespace, [tensor]), **changes))
-        if driver == "embedded"
-        else open_engine_stack(config, namespace, [tensor], driver=driver)
+        SteppedStack(replace(stack_parts(config, namespace, [tensor]), **changes))
+        if runtime is None
+        else open_engine_stack(config, namespace, [tensor])
     ) as stack:
         yield Engine(stack, tensor, seed=1, records=traces is not None)
 
 
 def engine_steps(folder: Path, steps: int, warm: int, sleep_seconds: float, page_bytes: int) -> dict[str, object]:
     """Percentiles of the stack's share of a step, in microseconds."""
-    with engine_over(folder, page_bytes) as engine:
+    with temporary_folder("kvtier-sockets-") as sockets, engine_over(folder, page_bytes, runtime=sockets) as engine:
         for _ in range(warm):
             engine.step()
             time.sleep(sleep_seconds)

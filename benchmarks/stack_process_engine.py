@@ -1,4 +1,4 @@
-"""An engine's process of `benchmarks.stack_process`: a whole stack by one driver, and what is measured of it.
+"""An engine's process of `benchmarks.stack_process`: a whole stack, and what is measured of it.
 
 The time of the engine's thread is that thread's alone. The CPU time of a stack process is read from its own clock, that
 of all its threads, in nanoseconds.
@@ -26,7 +26,7 @@ from benchmarks.peer import serve
 from benchmarks.report import GIB, percentile
 from benchmarks.stack import Engine, Spent, engine_over
 from kvtier.config import parse_stack
-from kvtier.engines.process_stack import Driver, open_engine_stack
+from kvtier.engines.process_stack import open_engine_stack
 from kvtier.service.pool import DOCUMENT_SECONDS
 from kvtier.stack.watching.stats import TierStats
 from kvtier.types.geometry import GroupLayout, KVLayout, TensorRef
@@ -54,8 +54,8 @@ class StackTiers(Contestant):
     times `Setup.blocks`. Engines with one `runtime` folder and the same setup share a stack process.
     """
 
-    def __init__(self, driver: Driver, runtime: str, capacity: int, engine_id: str = "") -> None:
-        self._driver, self._runtime, self._capacity, self._engine_id = driver, runtime, capacity, engine_id
+    def __init__(self, runtime: str, capacity: int, engine_id: str = "") -> None:
+        self._runtime, self._capacity, self._engine_id = runtime, capacity, engine_id
         self._ended: dict[int, JobResult] = {}
         self._requests = 0
         self.pause_seconds = 0.0
@@ -71,13 +71,13 @@ class StackTiers(Contestant):
             f"io_depth: {setup.depth}}}\n"
         )
         namespace = Namespace(layout, model="benchmark")
-        self.stack = open_engine_stack(config, namespace, [tensor], driver=self._driver, engine_id=self._engine_id)
+        self.stack = open_engine_stack(config, namespace, [tensor], engine_id=self._engine_id)
         self.stack.open()
         rows: npt.NDArray[np.uint8] = tensor.numpy()
         return rows
 
     def notes(self) -> str:
-        return self._driver
+        return "process"
 
     def prepare(self, work: Pass, jobs: Sequence[Job]) -> float:
         """Have what is to be loaded on the disk alone, or nowhere. Raises Refused where that cannot be."""
@@ -189,11 +189,10 @@ class EngineProcess:
             before = now
             time.sleep(0.2)
 
-    def open_steps(self, driver: Driver, folder: str, runtime: str, warm: int, sleep_seconds: float) -> Figures:
+    def open_steps(self, folder: str, runtime: str, warm: int, sleep_seconds: float) -> Figures:
         """32 running requests."""
         Path(runtime).mkdir()
-        more = f"runtime_dir: {runtime}\n"
-        self._engine = self._open.enter_context(engine_over(Path(folder), 4096, driver=driver, more=more))
+        self._engine = self._open.enter_context(engine_over(Path(folder), 4096, runtime=runtime))
         self._sleep_seconds = sleep_seconds
         self._find_child(runtime)
         self._step(warm)

@@ -1,6 +1,7 @@
 """What a policy, the recorder and being watched add to an engine's step: `python -m benchmarks.step [--pairs N]`.
 
-The engine is that of `benchmarks.stack`, with 32 running requests. Several of them are open at once: over `lru`, over
+The engine is that of `benchmarks.stack`, with 32 running requests, over a `TierStack` whose loop its thread turns, as
+the thread of a stack process does for its engines. Several of them are open at once: over `lru`, over
 `reuse` in both tiers, over `lru` with the recorder on, watched, and with a span for each job. They take the same steps
 in turns, a few at a time; who comes first changes. A turn's figure is the time of the engine's thread in calls of the
 stack, added up over its steps, so arrivals and ends of requests count; CPU time, and on the clock, in which other
@@ -22,6 +23,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from select import select
 
 import click
 
@@ -134,7 +136,7 @@ def _watched(folder: Path, root: Path) -> Iterator[Case]:
     try:
         with (
             engine_over(root, PAGE_BYTES, operator_log=log.name, stats_socket=path) as engine,
-            metrics_server(engine.stack.stats, 0) as port,
+            metrics_server(engine.stack.stack.stats, 0) as port,
         ):
             command = [
                 sys.executable,
@@ -147,6 +149,8 @@ def _watched(folder: Path, root: Path) -> Iterator[Case]:
             with subprocess.Popen(command, stdout=subprocess.PIPE) as reader:
                 try:
                     assert reader.stdout is not None
+                    while not select([reader.stdout], [], [], 0)[0]:
+                        engine.stack.wait(0.01)
                     assert reader.stdout.readline() == b"read\n", "the figures cannot be read"
                     reader.send_signal(signal.SIGSTOP)
                     yield Case(engine, reader)

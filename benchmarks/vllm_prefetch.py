@@ -61,7 +61,6 @@ class Engine:
         slow_loads(lambda: self._load_seconds.value)
         fork_processes()
         connector = {"spec_name": "KVTierSpec", "spec_module_path": "kvtier.engines.vllm", "stack": stack}
-        connector["driver"] = "embedded"
         self._llm = LLM(
             str(model), enforce_eager=True, dtype="float32", max_model_len=4096, disable_log_stats=False,
             kv_transfer_config={

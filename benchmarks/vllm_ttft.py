@@ -68,7 +68,6 @@ def _measure(model: Path, count: int, cpu_bytes: str, root: str) -> dict[str, li
             "spec_name": "KVTierSpec",
             "spec_module_path": "kvtier.engines.vllm",
             "stack": stack,
-            "driver": "embedded",
         },
     }
     llm = LLM(str(model), enforce_eager=True, dtype="float32", max_model_len=4096, kv_transfer_config=connector)
