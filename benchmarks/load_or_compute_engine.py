@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
+from contextlib import ExitStack
 from typing import Any
 
 from benchmarks.peer import serve
+from benchmarks.vllm_processes import SlowService, slow_service
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -35,7 +36,8 @@ class Engine:
         os.environ.update(ENVIRONMENT)
         self._llm: Any = None
         self._tokens_per_second = 0.0
-        self._bytes_per_second = 0.0
+        self._open = ExitStack()
+        self._service: SlowService | None = None
 
     def make(self, model: str) -> dict[str, Any]:
         """A random model in a new folder: much KV cache for little computing."""
@@ -50,9 +52,11 @@ class Engine:
         from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
         connector = {"spec_name": "KVTierSpec", "spec_module_path": "kvtier.engines.vllm", "stack": stack}
+        if stack is not None:
+            self._service = self._open.enter_context(slow_service(stack, "slow_bytes"))
+            connector["service"] = self._service.path
         roles = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": connector}
         self._slow_prefill(GPUModelRunner)
-        self._slow_loads()
         self._llm = LLM(
             model, enforce_eager=True, dtype="float32", max_model_len=4096, skip_tokenizer_init=True,
             kv_transfer_config=roles if stack is not None else None,
@@ -66,7 +70,8 @@ class Engine:
 
     def disk(self, bytes_per_second: float) -> dict[str, Any]:
         """From here on loads of the disk end no sooner than this, one after another; 0: as soon as they can."""
-        self._bytes_per_second = bytes_per_second
+        assert self._service is not None
+        self._service.tell(bytes_per_second)
         return {}
 
     def ask(self, prompt: list[int]) -> dict[str, Any]:
@@ -84,6 +89,7 @@ class Engine:
     def end(self) -> dict[str, Any]:
         """Close what was started."""
         self._llm.llm_engine.engine_core.shutdown()
+        self._open.close()
         return {}
 
     def _slow_prefill(self, runner: Any) -> None:
@@ -98,21 +104,6 @@ class Engine:
             return result
 
         runner.execute_model = slow
-
-    def _slow_loads(self) -> None:
-        from kvtier_fs import FSBackend
-
-        load, one_at_a_time = FSBackend.load, asyncio.Lock()
-
-        async def slow(this: Any, job: Any) -> Any:
-            if not self._bytes_per_second:
-                return await load(this, job)
-            async with one_at_a_time:
-                result = await load(this, job)
-                await asyncio.sleep(result.bytes_moved / self._bytes_per_second)
-                return result
-
-        FSBackend.load = slow  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

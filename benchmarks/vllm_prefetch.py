@@ -13,12 +13,12 @@ random one.
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import os
 import random
 import statistics
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ import click
 
 from benchmarks.options import JSON_FILE
 from benchmarks.report import OURS, Report, median, paired_ratio, table, versions
-from benchmarks.vllm_processes import fork_processes, slow_loads
+from benchmarks.vllm_processes import fork_processes, slow_service
 
 BLOCK = 128
 LENGTH = 1400
@@ -56,11 +56,12 @@ class Engine:
     def __init__(self, model: Path, stack: dict[str, Any]) -> None:
         from vllm import LLM
 
-        self._load_seconds = multiprocessing.Value("d", 0.0)
+        self._open = ExitStack()
+        self._service = self._open.enter_context(slow_service(stack, "slow_loads"))
         self._loaded = 0
-        slow_loads(lambda: self._load_seconds.value)
         fork_processes()
         connector = {"spec_name": "KVTierSpec", "spec_module_path": "kvtier.engines.vllm", "stack": stack}
+        connector["service"] = self._service.path
         self._llm = LLM(
             str(model), enforce_eager=True, dtype="float32", max_model_len=4096, disable_log_stats=False,
             kv_transfer_config={
@@ -83,7 +84,7 @@ class Engine:
 
     def slow_down(self, load_seconds: float) -> None:
         """From here on loads of the disk take so much longer a block."""
-        self._load_seconds.value = load_seconds
+        self._service.tell(load_seconds)
 
     def reset(self) -> None:
         """Empty vLLM's own cache."""
@@ -123,6 +124,7 @@ class Engine:
 
     def close(self) -> None:
         self._llm.llm_engine.engine_core.shutdown()
+        self._open.close()
 
 
 def measure(engine: Engine, count: int, load_seconds: float) -> dict[str, list[float]]:
