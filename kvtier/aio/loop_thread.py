@@ -21,7 +21,7 @@ STOP_SECONDS = 10.0
 
 
 class Latch:
-    """Set by one thread, waited for by another; `wait` and `clear` reset it.
+    """Set by one thread, waited for by another; `wait` resets it.
 
     A `threading.Event` takes a lock in Python code: its waiter, interrupted at the wrong moment by an exception of a
     signal handler, keeps that lock, and the thread that sets the event hangs. Here each step is one call in C.
@@ -37,10 +37,6 @@ class Latch:
             self._lock.release()
         except RuntimeError:  # it was set
             return
-
-    def clear(self) -> None:
-        """Forget that it was set."""
-        self._lock.acquire(blocking=False)
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
         """True when it was set, False once the time is over."""

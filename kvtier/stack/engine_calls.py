@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from kvtier.stack.guard import GuardedCalls, guard_step
+from kvtier.stack.request import ServesRequests
 from kvtier.types.checks import check_keys, check_number, check_text
 from kvtier.types.keys import OffloadKey
-
-if TYPE_CHECKING:
-    from kvtier.stack.tier_stack import TierStack
 
 
 class EngineCalls(GuardedCalls):
     """`TierStack.engine`: an adapter's facts about its engine, and what it needs beyond lookups and jobs."""
 
-    _driver: TierStack
+    _driver: ServesRequests
 
     @property
     def follows_requests(self) -> bool:

@@ -43,10 +43,3 @@ class OpenStack:
     recorder: Recorder | None = None
     models: ModelFiles | None = None
     stats_socket: StatsServer | None = None
-
-    @property
-    def num_closings(self) -> int:
-        """The number of tiers that are closed at most, one after another. Writing models, and ending the opening of
-        tiers that join, count too."""
-        joining = len(self.dispatcher.queues) if self.joining is not None else 0
-        return len(self.to_close) + joining + (self.models is not None)

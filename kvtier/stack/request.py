@@ -9,8 +9,10 @@ from typing import Self
 from kvtier.aio.process_guard import ProcessGuard
 from kvtier.control.reservations import Reservation
 from kvtier.errors import UsageError
+from kvtier.stack.assembly import StackParts, StackSettings
 from kvtier.stack.guard import Guarded, GuardedCalls, guard_step
 from kvtier.stack.open_stack import OpenStack
+from kvtier.stack.watching.operator_log import TierWatch
 from kvtier.tier.contract import Clock
 from kvtier.types.checks import check_info, check_keys, check_number, check_text, check_whole
 from kvtier.types.keys import OffloadKey, RequestId
@@ -18,8 +20,11 @@ from kvtier.types.requests import NO_INFO, RequestInfo
 
 
 class ServesRequests(Guarded):
-    """A stack, as its requests see it."""
+    """A stack, as its requests and the calls for adapters see it."""
 
+    _parts: StackParts
+    _settings: StackSettings
+    _watch: TierWatch
     _owner: ProcessGuard
     _assembled: OpenStack | None
     _clock: Clock
