@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 from support_counts import full_alone
 from support_driver import Stepped
 from support_shutdown import ENDS, IO_ENGINES, Lives, own_traceback, run_in_child
-from support_shutdown_lives import BLOCKS, NAMES, cache, parts
+from support_shutdown_lives import BLOCKS, NAMES, cache, parts, runtime_of
 from support_stack import Engine, statuses, whole
 
 from faults.machine import warm
@@ -83,6 +84,7 @@ def test_children_end_like_programs_through_their_parents_with_block(lives, tmp_
     assert ended.status == 0, ended
     assert ended.said[-1] == {"results": [[status, BLOCKS, 0] for status in ENDS.values()], "unfinished": 0}
     assert own_traceback(ended.stderr), ended.stderr
+    shutil.rmtree(runtime_of(str(tmp_path / "r")))
 
 
 @pytest.mark.parametrize("io_engine", IO_ENGINES)

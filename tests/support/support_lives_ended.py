@@ -119,12 +119,11 @@ class Ends:
         stack = await asyncio.to_thread(busy_engine_stack, str(root), io_engine)
         for _ in range(self.rng.randrange(TURNS_MAX // 10)):
             stack.step()
-        self.tally.notes["closes with calls under way"] += stack.has_pending_work
+        pending = stack.has_pending_work
         begun = time.monotonic()
         await asyncio.to_thread(stack.close)
         self.tally.hangs += time.monotonic() - begun > CLOSES_WITHIN_SECONDS
-        stack.check_integrity()
-        await self._found(root, io_engine)
+        await self._closed(stack, root, io_engine, pending)
 
     async def _closed(self, stack: Any, root: Path, io_engine: str, pending: int) -> None:
         report = stack.close_report
