@@ -13,12 +13,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from support_joining import FACES, Driver, EngineDriver, Identity
+from support_joining import FACES, Driver, Identity
 from support_stack import PLAIN, Engine, fs, keys, parts_of, shared_fs, stack_file
 from support_stack_tiers import backends
 
 from kvtier.errors import ConfigError, ResourceError
-from kvtier.stack import EngineStack
 from kvtier.tier.contract import LookupResult
 
 UNKNOWN = 'reason="what its blocks belong to is not known yet"'
@@ -31,19 +30,14 @@ def face(request) -> type[Driver]:
     return FACES[request.param]
 
 
-def driver(face: type[Driver], identity: Identity | None, *lowers: dict[str, object], seconds: float = 0.0) -> Driver:
-    """A stack of 16 rows that is not open, and waits that long for its namespace."""
+def driver(face: type[Driver], identity: Identity | None, *lowers: dict[str, object]) -> Driver:
+    """A stack of 16 rows that is not open. Its namespace is complete without an identity."""
     engine = Engine(PLAIN, 8)
     config = stack_file(PLAIN, 16, *lowers, backends=backends())
-    parts = parts_of(config, engine, backends(), identity_seconds=seconds, tier_close_seconds=20.0)
-    return face(dataclasses.replace(parts, refine=identity), engine)
-
-
-def known(weights: str = "w") -> Identity:
-    """An identity that is known at once."""
-    identity = Identity(weights)
-    identity.answer()
-    return identity
+    parts = parts_of(config, engine, backends(), tier_close_seconds=20.0)
+    if identity is None:
+        parts = dataclasses.replace(parts, namespace=dataclasses.replace(parts.namespace, weights="w"))
+    return face(parts, engine, identity)
 
 
 def both(folder: Path) -> list[dict[str, object]]:
@@ -53,7 +47,7 @@ def both(folder: Path) -> list[dict[str, object]]:
 @pytest.fixture
 def filled(face, tmp_path) -> Path:
     """A folder with OLD in both tiers, left by an earlier process."""
-    with driver(face, known(), *both(tmp_path), seconds=60.0) as stack:
+    with driver(face, None, *both(tmp_path)) as stack:
         assert stack.joined()
         assert stack.store(OLD) == ["stored"] * 4
         stack.drain()
@@ -71,20 +65,12 @@ def lines(caplog, level: int) -> list[str]:
     return [record.message for record in caplog.records if record.levelno == level and "tier" in record.message]
 
 
-def test_a_namespace_known_in_time_opens_the_tiers_with_the_stack(face, filled, caplog):
-    with driver(face, known(), *both(filled), seconds=60.0) as stack:
+def test_tiers_open_with_a_stack_whose_namespace_is_known(face, filled, caplog):
+    with driver(face, None, *both(filled)) as stack:
         assert stack.joined()
         assert stack.tier("fs").joined == stack.tier("shared_fs").joined == 1
         assert stack.load(OLD) == ["loaded"] * 4
     assert not lines(caplog, logging.WARNING)
-
-
-def test_a_wrong_namespace_in_time_refuses_to_open(face, tmp_path):
-    identity = known()
-    identity.error = ConfigError("the workers disagree", "workers")
-    stack = driver(face, identity, *both(tmp_path), seconds=60.0)
-    with pytest.raises(ConfigError, match="disagree"):
-        stack.open()
 
 
 def test_held_back_tiers_neither_load_nor_store(face, filled, caplog):
@@ -129,23 +115,8 @@ def test_tiers_join_when_the_namespace_is_known(face, filled, caplog):
         stack.stack.check_integrity()
     opened = [line.split()[:2] for line in lines(caplog, logging.INFO) if "tier_open" in line]
     assert opened == [["event=tier_open", f"tier={name}"] for name in ("cpu", "fs", "shared_fs")]
-    with driver(face, known(), shared_fs(filled / "files"), seconds=60.0) as stack:
+    with driver(face, None, shared_fs(filled / "files")) as stack:
         assert stack.load([*OLD, *NEW]) == ["loaded"] * 8
-
-
-def test_an_engine_that_idles_steps_once_for_tiers_that_join(tmp_path):
-    identity = Identity()
-    with driver(EngineDriver, identity, fs(tmp_path / "slab")) as one:
-        stack = one.stack
-        assert isinstance(stack, EngineStack)
-        assert stack.step() == []
-        assert not stack.has_pending_work
-        identity.answer()
-        assert stack.wait(60.0)
-        assert stack.has_pending_work
-        assert stack.step() == []
-        assert one.tier("fs").joined == 1
-        assert not stack.has_pending_work
 
 
 def test_blocks_of_other_weights_are_not_found(face, filled):
@@ -171,19 +142,6 @@ def test_a_namespace_that_fails_too_late_is_one_line_and_no_error(face, filled, 
     assert "fs, shared_fs" in line
 
 
-@pytest.mark.parametrize("error", [ResourceError("files were changed"), OSError(5, "unreadable")])
-def test_a_namespace_that_cannot_be_known_holds_the_tiers_back_for_good(face, filled, caplog, error):
-    identity = known()
-    identity.error = error
-    with driver(face, identity, *both(filled), seconds=60.0) as stack:
-        stack.until(lambda: bool(lines(caplog, logging.ERROR)))
-        assert stack.load(OLD) == ["missing"] * 4
-        assert stack.store(NEW) == ["stored"] * 4
-        assert stack.tier("fs").joined == stack.tier("shared_fs").joined == 0
-    (line,) = lines(caplog, logging.ERROR)
-    assert str(error) in line
-
-
 def test_a_tier_that_cannot_be_opened_then_leaves_all_held_back(face, tmp_path, caplog):
     identity = Identity()
     stack = driver(face, identity, fs(tmp_path / "slab"), {"type": "memory", "name": "below"})
@@ -197,7 +155,7 @@ def test_a_tier_that_cannot_be_opened_then_leaves_all_held_back(face, tmp_path, 
         stack.until(lambda: bool(lines(caplog, logging.ERROR)))
         assert stack.store(NEW) == ["stored"] * 4
         assert stack.tier("fs").joined == stack.tier("below").joined == 0
-    with driver(face, known(), fs(tmp_path / "slab"), seconds=60.0):
+    with driver(face, None, fs(tmp_path / "slab")):
         pass  # its root was left
 
 
@@ -221,7 +179,7 @@ def test_a_reset_while_held_back_holds_when_they_join_and_after_a_crash(face, fi
         stack.reset()
         assert stack.load(NEW) == ["missing"] * 4, "later resets go on from there"
     for folder in (filled, crashed):
-        with driver(face, known(), *both(folder), seconds=60.0) as stack:
+        with driver(face, None, *both(folder)) as stack:
             assert stack.load(OLD) == ["missing"] * 4
             assert stack.store(OLD) == ["stored"] * 4
             stack.drain()
@@ -243,13 +201,13 @@ def test_a_reset_between_the_opening_and_the_join_hands_the_tiers_over_once_more
         assert plane.control.lowers[0] is not taken[0].lowers[0]
         assert plane.control.epoch == taken[0].epoch + 1
         assert stack.load(OLD) == ["missing"] * 4
-    with driver(face, known(), *both(filled), seconds=60.0) as stack:
+    with driver(face, None, *both(filled)) as stack:
         assert stack.load(OLD) == ["missing"] * 4
 
 
 def test_a_store_in_flight_during_the_join_is_kept_and_a_load_ends_well(face, filled):
     """The join changes the epoch from that of no tier to theirs; that is not a reset."""
-    with driver(face, known(), *both(filled), seconds=60.0) as stack:
+    with driver(face, None, *both(filled)) as stack:
         stack.reset()
         assert stack.store(OLD) == ["stored"] * 4
     identity = Identity()
@@ -275,7 +233,7 @@ def test_closing_while_held_back_ends_the_wait(face, filled):
     with driver(face, identity, *both(filled)) as stack:
         assert stack.store(NEW) == ["stored"] * 4
     assert identity.cancelled
-    with driver(face, known(), *both(filled), seconds=60.0) as stack:
+    with driver(face, None, *both(filled)) as stack:
         assert stack.load(OLD) == ["loaded"] * 4
 
 
@@ -301,7 +259,7 @@ def test_closing_while_a_tier_opens_closes_what_has_opened(face, tmp_path):
 
 
 def test_tiers_held_back_for_good_neither_load_nor_store(face, filled, caplog):
-    with driver(face, known(), *both(filled), seconds=60.0) as stack:
+    with driver(face, None, *both(filled)) as stack:
         assert stack.load(OLD) == ["loaded"] * 4
         stack.reset()
         assert stack.store(NEW) == ["stored"] * 4
@@ -321,7 +279,7 @@ def test_tiers_held_back_for_good_neither_load_nor_store(face, filled, caplog):
     assert lines(caplog, logging.WARNING) == [
         f"event=tier_held_back tier={name} {reason}" for name in ("fs", "shared_fs")
     ]
-    with driver(face, known(), *both(filled), seconds=60.0) as stack:
+    with driver(face, None, *both(filled)) as stack:
         assert stack.load([*OLD, *NEW]) == ["missing"] * 8, "the resets were made durable, that after it too"
 
 
@@ -341,12 +299,12 @@ def test_tiers_held_back_for_good_do_not_join(face, filled):
 def test_a_tier_that_missed_a_reset_is_reset_when_it_comes_back(face, tmp_path):
     slab, files = fs(tmp_path / "slab"), shared_fs(tmp_path / "files")
     other = fs(tmp_path / "other", name="other")
-    with driver(face, known(), slab, other, files, seconds=60.0) as stack:
+    with driver(face, None, slab, other, files) as stack:
         assert stack.store(OLD) == ["stored"] * 4
         stack.drain()
-    with driver(face, known(), slab, seconds=60.0) as stack:
+    with driver(face, None, slab) as stack:
         stack.reset()
-    with driver(face, known(), slab, other, files, seconds=60.0) as stack:
+    with driver(face, None, slab, other, files) as stack:
         assert stack.lookup(OLD) == [MISS] * 4
         assert stack.store(NEW) == ["stored"] * 4
         stack.drain()
@@ -355,5 +313,5 @@ def test_a_tier_that_missed_a_reset_is_reset_when_it_comes_back(face, tmp_path):
             "other": 4,
             "shared_fs": 4,
         }
-    with driver(face, known(), other, seconds=60.0) as stack:
+    with driver(face, None, other) as stack:
         assert stack.load([*OLD, *NEW]) == ["missing"] * 4 + ["loaded"] * 4

@@ -12,13 +12,11 @@ import signal
 import sys
 import time
 import warnings
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from support_stack import Engine, fs, keys, parts_of, stack_file, until, whole
 
-from faults.machine.shared_names import record_names
 from kvtier.stack import EngineStack, StackParts, TierStack
 from kvtier.types.geometry import GroupLayout, KVLayout, TensorRef
 from kvtier.types.jobs import JobKind
@@ -252,12 +250,6 @@ LIVES = {
 }
 
 
-def _record(names: Path, name: str) -> None:
-    with names.open("a") as file:
-        file.write(f"{name}\n")
-
-
 if __name__ == "__main__":
-    names, life, *arguments = sys.argv[1:]
-    record_names(partial(_record, Path(names)))
+    life, *arguments = sys.argv[1:]
     LIVES[life](*arguments)
