@@ -32,7 +32,7 @@ Make = Callable[[], float]
 def ours(num_bytes: int, row_bytes: int, sharing: Sharing) -> Make:
     """Opens a region as one process does, writes every page, closes it."""
     geometry = Geometry(KVLayout((GroupLayout((TensorRef(0, row_bytes),)),)), 4096)
-    spec = RegionSpec(geometry, num_bytes // row_bytes, bytes(16), (0,), sharing, f"kvtier-benchmark-{os.getpid()}")
+    spec = RegionSpec(geometry, num_bytes // row_bytes, bytes(16), sharing)
 
     def make() -> float:
         started = time.perf_counter()
@@ -81,7 +81,6 @@ def main(
     makers = {
         "kvtier private": ours(num_bytes, row_bytes, Sharing.PRIVATE),
         "kvtier memfd": ours(num_bytes, row_bytes, Sharing.MEMFD),
-        "kvtier named": ours(num_bytes, row_bytes, Sharing.NAMED),
     }
     with ExitStack() as stack:
         peer = _peer(vllm_python, stack, report)

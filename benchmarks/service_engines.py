@@ -146,7 +146,7 @@ def estimates(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def start(report: Report, sizes: Sequence[int], turns: int, json_file: Path | None) -> None:
     """Every size and kind of page that there is memory for."""
     rows: list[dict[str, Any]] = []
-    limit = tightest(SystemLimits(), None)
+    limit = tightest(SystemLimits())
     for size in sizes:
         if limit is not None and 2 * size > limit.have_bytes:
             report.notes.append(f"start, {size / GIB:g} GiB: more than half of the memory, estimated")

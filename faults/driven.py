@@ -74,10 +74,8 @@ class Memory(LoadStore):
             blocks = group.runs.gpu_blocks
             if outcome is LOADED:
                 rows.view[group.rows, : self.pages.shape[1]] = self.pages[blocks]
-                rows.stamp(0, group.rows, group.generations)
             else:
                 self.pages[blocks] = rows.view[group.rows, : self.pages.shape[1]]
-            rows.end_use(0, group.rows)
         return JobResult.uniform(job, outcome)
 
     async def close(self) -> None:

@@ -105,7 +105,7 @@ class SimulatedCPU(LoadStore):
 
     async def open(self, context: TierContext) -> Opened:
         geometry = self._geometry = context.geometry
-        self._rows = TestRows(self.options.rows, geometry.row_bytes, geometry.world_size)
+        self._rows = TestRows(self.options.rows, geometry.row_bytes)
         self._oracle.rows_are(self._rows)
         size = self.options.rows * geometry.row_bytes
         return Opened(size, SlotSpace(size, (1,), (geometry.row_bytes,) * geometry.num_groups))
@@ -168,7 +168,6 @@ class SimulatedCPU(LoadStore):
                 at = geometry.offset(group.group, worker, sub)
                 self._oracle.row_written(row, "a copy from the GPU")
                 view[at : at + page_bytes] = self._gpu[worker][group.group][gpu]
-            self.rows.stamp(worker, group.rows[i : i + 1], group.generations[i : i + 1])
         size = geometry.aligned_bytes(group.group)
         view[geometry.kv_bytes_per_offloaded_block(group.group) : size] = 0
         self.rows.set_checksum(row, checksum(view[:size].data))

@@ -1,4 +1,4 @@
-"""The CPU tier: a region of shared memory in rows; touches rows that a job names, and their stamps and checksums."""
+"""The CPU tier: a region of memory in rows; touches rows that a job names, and their checksums."""
 
 from kvtier_cpu.backend import CPUBackend, CPUOptions
 from kvtier_cpu.region.opening import RegionHost, open_region

@@ -7,7 +7,7 @@ import errno
 import mmap
 import threading
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -20,10 +20,10 @@ from pydantic import Field, model_validator
 from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.aio.loop_budget import ByteBudget
 from kvtier.aio.shielded_wait import shielded_wait
-from kvtier.errors import ConfigError, GeometryError, IntegrityError, KVTierError, ResourceError, UsageError
+from kvtier.errors import ConfigError, GeometryError, IntegrityError, KVTierError, UsageError
 from kvtier.options import ByteSize, PolicyName, Quota, TierOptions, quota_share
 from kvtier.tier.checksum import SHORT_BYTES
-from kvtier.tier.contract import LoadStore, Opened, SharedRows, SlotSpace, TierContext
+from kvtier.tier.contract import LoadStore, Opened, Rows, SlotSpace, TierContext
 from kvtier.types.arrays import IntArray
 from kvtier.types.checks import outside
 from kvtier.types.geometry import Geometry
@@ -55,7 +55,6 @@ T = TypeVar("T")
 
 PIECE_BYTES = 4 << 20
 """Bytes that one call clears and hashes: below a millisecond, so that several jobs share the threads fairly."""
-RESERVED_KEY = "stack.tiers.reserved_huge_pages"
 POOL_THREADS = 2
 POOL_CLOSE_SECONDS = 1.0
 CLOSE_SECONDS = 5.0
@@ -84,15 +83,20 @@ class CPUOptions(TierOptions):
     populate: bool = Field(default=True, description="touch all memory at start instead of at first use")
     dump_rows: bool = Field(default=False, description="let core dumps hold the rows; they contain users' prompts")
     verify_loads: bool = Field(default=False, description="check a row's checksum again before it goes to the GPU")
-    shared: Literal["auto", "private", "memfd", "named"] = Field(
+    shared: Literal["auto", "private", "memfd"] = Field(
         default="auto",
         description="private: memory of this process alone, in huge pages; memfd: workers live in this process or are "
-        "handed descriptors; named: workers in other processes find the region by engine id; auto: named as soon as "
-        "there is more than one worker, else private where huge_pages and populate allow it",
+        "handed descriptors; auto: private where huge_pages and populate allow it",
     )
-    join_timeout_seconds: float = Field(
-        default=300.0, gt=0, allow_inf_nan=False, strict=False, description="how long to wait for the region's creator"
-    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_names(cls, given: Any) -> Any:
+        """Read what earlier releases had for rows that processes found by a name: `named`, `join_timeout_seconds`."""
+        if not isinstance(given, Mapping):
+            return given
+        named = {"shared": "memfd"} if given.get("shared") == "named" else {}
+        return {key: value for key, value in given.items() if key != "join_timeout_seconds"} | named
 
     @model_validator(mode="after")
     def _check_reserved(self) -> Self:
@@ -108,10 +112,10 @@ class CPUOptions(TierOptions):
         return self.model_copy(update={"cpu_bytes_to_use": self.cpu_bytes_to_use // count, "retained_max": quota})
 
     def for_engine(self, restart_seconds: float) -> Self:
-        """Rows that the engine's processes find by its id. An engine cannot take back a hit that it has promised."""
+        """These, for an engine that cannot take back a hit that it has promised."""
         if self.verify_loads:
             raise ConfigError("the engine cannot take back a hit; leave verify_loads out", "stack.tiers.verify_loads")
-        return self.model_copy(update={"shared": "named"})
+        return self
 
 
 class RowHashing:
@@ -146,8 +150,8 @@ _Transfer = Callable[[TierContext, SharedRegion, TransferJob], Coroutine[Any, An
 class CPUBackend(LoadStore):
     """Owns the shared region. The workers in its context copy the bytes; it decides which rows became whole.
 
-    A store reports STORED only for blocks that every worker stamped with the issued generation, whose padding has been
-    zeroed, and whose checksum is recorded. Where the layout is replicated, worker 0 stores for all.
+    A store reports STORED only for blocks that every worker has copied whole, whose padding has been zeroed, and whose
+    checksum is recorded. Where the layout is replicated, worker 0 stores for all.
     """
 
     medium = CPU
@@ -170,7 +174,7 @@ class CPUBackend(LoadStore):
 
     @property
     def rows(self) -> SharedRegion:
-        """The shared region. Raises UsageError before `open` or `join` and after `close`."""
+        """The region. Raises UsageError before `open` and after `close`."""
         if self._region is None:
             raise UsageError("the CPU tier is not open")
         return self._region
@@ -181,23 +185,18 @@ class CPUBackend(LoadStore):
         return 0.0 if self._huge is None else self._huge.share
 
     async def open(self, context: TierContext) -> Opened:
-        """Create or join the shared region as its coordinator.
+        """Create the region.
 
         Raises GeometryError for a budget below one row, SharedMemoryError or RegionError; nothing is left behind.
         """
-        world_size = context.geometry.world_size
-        spec = self._spec(context, self._sharing(world_size))
-        named = spec.sharing is Sharing.NAMED
-        spec = replace(spec, participant=world_size) if named else replace(spec, serves=tuple(range(world_size)))
-        region = await self._map(context, spec)
-        sharing = region.spec.sharing
+        spec = self._spec(context)
+        region, sharing = await self._map(context, spec), spec.sharing
         if sharing is Sharing.MEMFD and self.options.huge_pages and region.populated is not Populated.SKIPPED:
             from kvtier_cpu.region.huge_pages import HugePages  # most stacks have private memory
 
             self._huge = HugePages(region.maps[0], self.options.label)
             self._huge.open()
         mode = f"{sharing}, {region.populated}" if self.options.populate else str(sharing)
-        notes = () if region.complete else (f"{spec.participants} processes share the region; not all have mapped it",)
         return Opened(
             capacity_bytes=self.options.cpu_bytes_to_use,
             space=SlotSpace(
@@ -206,47 +205,21 @@ class CPUBackend(LoadStore):
                 slot_bytes=(spec.geometry.row_bytes,) * spec.geometry.num_groups,
             ),
             mode=mode,
-            notes=notes,
         )
-
-    async def join(self, context: TierContext, note: str = "") -> SharedRows:
-        """Map the region as worker `context.worker`, without owning it.
-
-        The processes may arrive in any order. With `context.one_process` the region is private memory where the
-        options and the kernel allow it. `note` is a short text that the owner of the region can read.
-        Raises RegionError or SharedMemoryError; nothing is left behind.
-        """
-        if self._sharing(context.geometry.world_size) is not Sharing.NAMED:
-            raise UsageError("a region without a name cannot be joined: set shared: named, and an engine_id")
-        spec = replace(
-            self._spec(context, Sharing.NAMED), participant=context.worker, serves=(context.worker,), note=note
-        )
-        if context.one_process and spec.geometry.world_size == 1 and self._takes_private():
-            spec = replace(spec, sharing=Sharing.PRIVATE)
-        return await self._map(context, spec)
 
     @classmethod
-    def attach(cls, context: TierContext, num_rows: int, rows_fd: int, control_fd: int) -> SharedRows:
-        """Map a region by descriptors that its coordinator passed on. Raises RegionError."""
+    def attach(cls, context: TierContext, num_rows: int, rows_fd: int, control_fd: int) -> Rows:
+        """Map a region by descriptors that its owner passed on. Raises RegionError."""
         from kvtier_cpu.region.attaching import attach_region  # most stacks have memory of their own
 
-        digest = context.namespace.digest()
-        spec = RegionSpec(context.geometry, num_rows, digest, (context.worker,), populate=False)
-        return attach_region(spec, rows_fd, control_fd, counted=False)
+        spec = RegionSpec(context.geometry, num_rows, context.namespace.digest(), populate=False)
+        return attach_region(spec, rows_fd, control_fd)
 
     def keep(self, rows_fd: int, control_fd: int) -> None:
         """Have `open` take the region of a former process, if it is of these rows and blocks; else it closes these."""
         from kvtier_cpu.region.kept_rows import open_kept
 
         self._open_region = partial(open_kept, (rows_fd, control_fd))
-
-    def worker_notes(self) -> list[str]:
-        """The note of each worker. Raises ResourceError unless every worker has mapped the region."""
-        region = self.rows
-        if not region.complete:
-            mapped = len(region.participants_mapped)
-            raise ResourceError(f"{mapped} of {region.spec.participants} processes have mapped the shared region")
-        return [region.note(worker) for worker in range(region.spec.geometry.world_size)]
 
     def use_geometry(self, geometry: Geometry) -> None:
         """Blocks are as long as this geometry says from here on, in rows that stay as they are.
@@ -316,13 +289,10 @@ class CPUBackend(LoadStore):
         for selection, reported in zip(selections, reports, strict=True):
             transfer, of_group = selection.transfer, outcomes[selection.index]
             copied += len(transfer.keys)
-            stamped = region.stamped(transfer.rows, transfer.generations).tolist()
             good = list(map(IS_OK, reported))
-            for position, outcome, ok, whole in zip(selection.positions, reported, good, stamped, strict=True):
-                of_group[position] = outcome if not ok else STORED if whole else UNSTAMPED
-            kept = np.array(good) & stamped
-            self.counters["unstamped_blocks"] += sum(good) - int(kept.sum())
-            rows = transfer.rows[kept]
+            for position, outcome, ok in zip(selection.positions, reported, good, strict=True):
+                of_group[position] = STORED if ok else outcome
+            rows = transfer.rows[np.array(good)]
             bytes_moved += len(rows) * geometry.kv_bytes_per_offloaded_block(transfer.group)
             sealing.append(self._hashing.each(seal_rows, region, transfer.group, rows))
         self.counters["partial_blocks"] += sum(map(len, outcomes)) - copied
@@ -408,36 +378,25 @@ class CPUBackend(LoadStore):
         self._context, self._region = context, region
         return region
 
-    def _sharing(self, world_size: int) -> Sharing:
+    def _sharing(self) -> Sharing:
+        """Private memory where that gets huge pages and is kept from a fork, unless the options say otherwise."""
         options = self.options
         if options.shared != "auto":
             return Sharing(options.shared)
-        if options.reserved_huge_pages:
-            return Sharing.MEMFD
-        if world_size > 1:
-            return Sharing.NAMED
-        return Sharing.PRIVATE if self._takes_private() else Sharing.MEMFD
+        takes_private = options.huge_pages and options.populate and not options.reserved_huge_pages
+        return Sharing.PRIVATE if takes_private and private_works() else Sharing.MEMFD
 
-    def _takes_private(self) -> bool:
-        """True where private memory gets huge pages and is kept from a fork."""
-        return self.options.huge_pages and self.options.populate and private_works()
-
-    def _spec(self, context: TierContext, sharing: Sharing) -> RegionSpec:
+    def _spec(self, context: TierContext) -> RegionSpec:
         geometry, options = context.geometry, self.options
-        if options.reserved_huge_pages and sharing is not Sharing.MEMFD:
-            raise ConfigError("has no name to find rows by; it is for a stack in a process of its own", RESERVED_KEY)
         return RegionSpec(
             geometry=geometry,
             num_rows=geometry.num_blocks(options.cpu_bytes_to_use),
             namespace_digest=context.namespace.digest(),
-            sharing=sharing,
-            engine_id=context.engine_id,
-            participants=geometry.world_size + 1 if sharing is Sharing.NAMED else 1,
+            sharing=self._sharing(),
             huge_pages=options.huge_pages,
             reserved=options.reserved_huge_pages,
             populate=options.populate,
             dump_rows=options.dump_rows,
-            deadline_seconds=options.join_timeout_seconds,
         )
 
 
@@ -454,8 +413,6 @@ async def _answer(call: Coroutine[Any, Any, JobResult]) -> JobResult | BaseExcep
         return error
 
 
-UNSTAMPED = failed(errno.EIO)
-"""Every worker reported success, but not every stamp is there: the row is a miss."""
 PARTIAL = dropped(DropReason.PARTIAL)
 
 _BY_SEVERITY = (

@@ -21,9 +21,18 @@ from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.aio.shielded_wait import shielded_wait
 from kvtier.errors import ConfigError, GeometryError, ResourceError, UsageError
 from kvtier.options import TierOptions
-from kvtier.tier.contract import LoadStore, Opened, Rows, SharedRows, TierContext
-from kvtier.types.arrays import IntArray
-from kvtier.types.jobs import LOADED, STORED, BlockOutcome, DropReason, JobResult, TransferJob, dropped, failed
+from kvtier.tier.contract import LoadStore, Opened, Rows, TierContext
+from kvtier.types.jobs import (
+    LOADED,
+    STORED,
+    BlockOutcome,
+    DropReason,
+    GPUGroup,
+    JobResult,
+    TransferJob,
+    dropped,
+    failed,
+)
 from kvtier.types.keys import GPU, Medium
 from kvtier_gpu.copy_plan import CopyPlan, GroupTable, RegionShape, group_tables, plan_job
 from kvtier_gpu.engines import native_copy
@@ -40,6 +49,7 @@ MAX_JOBS_IN_FLIGHT = 256
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
+PARTIAL = dropped(DropReason.PARTIAL)
 
 
 class GPUOptions(TierOptions):
@@ -69,9 +79,7 @@ class _Open:
     `lost`: the device takes no copy any more.
     """
 
-    def __init__(
-        self, context: TierContext, rows: SharedRows, tables: tuple[GroupTable, ...], engine: CopyEngine
-    ) -> None:
+    def __init__(self, context: TierContext, rows: Rows, tables: tuple[GroupTable, ...], engine: CopyEngine) -> None:
         self.context = context
         self.rows = rows
         self.tables = tables
@@ -86,8 +94,7 @@ class GPUBackend(LoadStore):
     """Copies whole offloaded blocks, or the runs of them that a job names, between GPU blocks and rows.
 
     Staging is the job's GPURuns, slots are rows; each worker copies its own slice of a row. This is the border before
-    raw pointers, so every job is checked here. A block that was loaded whole is stamped in the region after its last
-    byte has landed, and only then.
+    raw pointers, so every job is checked here.
     """
 
     medium: ClassVar[Medium] = GPU
@@ -113,7 +120,7 @@ class GPUBackend(LoadStore):
         if self._open is not None:
             raise UsageError("the GPU tier is already open")
         rows = context.rows
-        if context.kv_caches is None or not isinstance(rows, SharedRows):
+        if context.kv_caches is None or rows is None:
             raise UsageError("the GPU tier is opened with the engine's KV tensors and the region's rows")
         tensors = describe_tensors(context.kv_caches, context.geometry)
         device = tensors[0].tensor.device
@@ -134,7 +141,7 @@ class GPUBackend(LoadStore):
         return result
 
     def _engine(
-        self, context: TierContext, rows: SharedRows, tensors: tuple[KVTensor, ...], tables: tuple[GroupTable, ...]
+        self, context: TierContext, rows: Rows, tensors: tuple[KVTensor, ...], tables: tuple[GroupTable, ...]
     ) -> CopyEngine:
         region = _flat(rows, context.geometry.row_bytes)
         device = tensors[0].tensor.device
@@ -177,15 +184,15 @@ class GPUBackend(LoadStore):
         `tier_down`, here and in `load`.
 
         Raises UsageError before any byte moves if the job names what is not there. Ends only when none of its copies is
-        in flight, also when cancelled; then every row's use is ended.
+        in flight, also when cancelled.
         """
         return self._run(job, Direction.TO_GPU, STORED)
 
     def load(self, job: TransferJob) -> Coroutine[Any, Any, JobResult]:
         """Copy the job's GPU blocks into its rows: LOADED for each block, failed(errno) if the device refused it.
 
-        Blocks whose runs cover every sub-block are stamped with their generation once all their bytes have landed.
-        Raises and ends as `store` does; a cancelled load stamps nothing.
+        Blocks whose runs do not cover every sub-block exactly once are dropped as partial: their rows are not whole.
+        Raises and ends as `store` does.
         """
         return self._run(job, Direction.TO_ROWS, LOADED)
 
@@ -209,9 +216,8 @@ class GPUBackend(LoadStore):
         opened = self._open
         if opened is None:
             raise UsageError("the GPU tier is not open")
-        started, worker = opened.context.clock(), opened.context.worker
+        started = opened.context.clock()
         plan = plan_job(job, opened.tables, opened.shape, to_gpu=direction is Direction.TO_GPU)
-        stamps = _stamps(job, opened.shape.factor) if direction is Direction.TO_ROWS else ()
         if direction is Direction.TO_ROWS and not opened.rows.view.flags.writeable:
             raise UsageError("the rows of this worker cannot be written: its engine only reads")
         task = asyncio.current_task()
@@ -223,20 +229,19 @@ class GPUBackend(LoadStore):
                     reason = DropReason.CLOSING if self._open is not opened else DropReason.TIER_DOWN
                     return JobResult.uniform(job, dropped(reason))
                 failure = await _start_copy(opened.engine, plan, direction, job.urgent)
-            missed = _rows_missed(plan, failure) if failure is not None else frozenset()
-            for rows, generations in stamps if not missed else _others(stamps, missed):
-                opened.rows.stamp(worker, rows, generations)
         finally:
             opened.running.discard(task)
-            opened.rows.end_use(worker, plan.rows)
         seconds = opened.context.clock() - started
+        outcomes = [(success,) * len(group.keys) for group in job.groups]
+        if direction is Direction.TO_ROWS:
+            outcomes = [_of_whole(group, opened.shape.factor, success) for group in job.gpu_groups]
         if failure is None:
-            outcomes = tuple([(success,) * len(group.keys) for group in job.groups])
-            return JobResult(job.job_id, outcomes, plan.nbytes, seconds)
-        refused = self._refusal(opened, failure)
-        of_rows = [group.rows.tolist() for group in job.gpu_groups]
-        outcomes = tuple([tuple([refused if row in missed else success for row in rows]) for rows in of_rows])
-        return JobResult(job.job_id, outcomes, _bytes_of_others(plan, missed), seconds)
+            return JobResult(job.job_id, tuple(outcomes), plan.nbytes, seconds)
+        refused, missed = self._refusal(opened, failure), _rows_missed(plan, failure)
+        for at, group in enumerate(job.gpu_groups):
+            pairs = zip(outcomes[at], group.rows.tolist(), strict=True)
+            outcomes[at] = tuple([refused if row in missed else outcome for outcome, row in pairs])
+        return JobResult(job.job_id, tuple(outcomes), _bytes_of_others(plan, missed), seconds)
 
     def _refusal(self, opened: _Open, failure: CopyFailure) -> BlockOutcome:
         """The outcome of blocks that were not copied, and a line in the log: one for a device that is lost, in all."""
@@ -265,34 +270,18 @@ def _flat(rows: Rows, row_bytes_needed: int) -> npt.NDArray[np.uint8]:
     return view.reshape(-1)
 
 
-Stamps = tuple[tuple[IntArray, IntArray], ...]
-"""For each group rows, and the generations to stamp them with."""
-
-
-def _stamps(job: TransferJob, factor: int) -> Stamps:
-    """The rows that a load fills whole, with the generations they were issued with."""
-    stamps = []
-    for transfer in job.gpu_groups:
-        count = len(transfer.keys)
-        if len(transfer.generations) != count:
-            raise UsageError(f"group {transfer.group}: {count} keys but {len(transfer.generations)} generations")
-        if transfer.runs.all_whole(count, factor):
-            stamps.append((transfer.rows, transfer.generations))
-        else:
-            whole = transfer.runs.covers_whole(count, factor)
-            stamps.append((transfer.rows[whole], transfer.generations[whole]))
-    return tuple(stamps)
+def _of_whole(group: GPUGroup, factor: int, success: BlockOutcome) -> tuple[BlockOutcome, ...]:
+    """`success` for each block that a load has filled whole."""
+    count = len(group.keys)
+    if group.runs.all_whole(count, factor):
+        return (success,) * count
+    whole = group.runs.covers_whole(count, factor).tolist()
+    return tuple([success if each else PARTIAL for each in whole])
 
 
 def _rows_missed(plan: CopyPlan, failure: CopyFailure) -> frozenset[int]:
     """The rows of a plan that the failure of its copy concerns."""
     return frozenset((plan.rows if failure.rows is None else failure.rows).tolist())
-
-
-def _others(stamps: Stamps, missed: frozenset[int]) -> Stamps:
-    """The stamps of other rows."""
-    landed = [np.array([row not in missed for row in rows.tolist()], dtype=np.bool_) for rows, _ in stamps]
-    return tuple([(rows[good], made[good]) for (rows, made), good in zip(stamps, landed, strict=True)])
 
 
 def _bytes_of_others(plan: CopyPlan, missed: frozenset[int]) -> int:

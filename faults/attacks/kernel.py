@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
-import mmap
-import os
-import random
 import re
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from kvtier.errors import ResourceError, SharedMemoryError
-from kvtier.tier.contract import TierContext
-from kvtier.types.geometry import Geometry, GroupLayout, KVLayout, TensorRef
-from kvtier.types.namespace import Namespace
-from kvtier_cpu import CPUBackend, CPUOptions
+from kvtier.errors import ResourceError
 
 from ..attack import Attack, Budget, Tally
 from ..driven import Engine, driven
 from ..machine.child import Child, Line
-from ..machine.loops import mounted
 from ..machine.seccomp import (
     IO_URING_SETUP,
     URING_FOR_ADMINISTRATORS,
@@ -34,7 +24,7 @@ from ..machine.seccomp import (
     switch_can_be_set,
     without_filter,
 )
-from ..machine.undo import Machine, without_root
+from ..machine.undo import Machine
 from ..machine.watch import Heard
 from ..suite import PROJECT
 
@@ -158,63 +148,6 @@ def _tests_pass(tally: Tally, what: str) -> None:
     tally.notes["tests that passed without a ring"] += int(passed[1]) if passed else 0
 
 
-# ---- too little shared memory
-
-SHARED = Path("/dev/shm")
-
-
-def little_memory(budget: Budget) -> Tally:
-    """A /dev/shm of a few MiB, seen by this attack alone, that may be partly taken: a region fits, or a typed error."""
-    tally, rng = Tally(), random.Random(budget.seed)
-    with Machine():
-        for number in range(budget.count):
-            room = rng.randrange(32, 96) * ROW_BYTES
-            taken = rng.choice([0, rng.randrange(room // 2)])
-            left = (room - taken) // ROW_BYTES
-            rows = rng.randrange(1, left - 1) if number % 2 else left + 1 + rng.choice([0, rng.randrange(2 * left)])
-            with mounted("tmpfs", "tmpfs", SHARED, f"size={room}"):
-                (SHARED / "others").write_bytes(bytes(taken))
-                child = Child(partial(_region, rows, bool(number % 2), rng.random() < 0.5))
-                _take_over(tally, child, f"{rows} rows in {room} bytes of which {taken} are taken", 60.0)
-                names = os.listdir(SHARED)
-                tally.leaks += len(names) - 1
-                tally.expect(names == ["others"], f"left behind in shared memory: {names}")
-            tally.iterations += 1
-    return tally
-
-
-def _region(rows: int, fits: bool, populate: bool, line: Line) -> None:
-    """Open a region in a process of its own, write every byte of it, and close it."""
-    tally = Tally()
-    geometry = Geometry(KVLayout((GroupLayout((TensorRef(0, ROW_BYTES),)),)), mmap.PAGESIZE)
-    options = CPUOptions(
-        type="cpu", cpu_bytes_to_use=rows * ROW_BYTES, shared="named", populate=populate, huge_pages=False
-    )
-    context = TierContext("cpu", geometry, Namespace(geometry.layout), time.monotonic, engine_id="little")
-    before = os.statvfs(SHARED).f_bavail * os.statvfs(SHARED).f_frsize
-    try:
-        asyncio.run(_write_it_all(CPUBackend(options), context))
-        tally.expect(fits, f"{rows * ROW_BYTES} bytes of rows fitted in {before}")
-        tally.notes["regions that fitted"] += 1
-    except SharedMemoryError as error:
-        tally.expect(not fits, f"refused although there is room: {error}")
-        named = error.need_bytes >= rows * ROW_BYTES and error.have_bytes <= before
-        tally.expect(named and str(error.need_bytes) in str(error) and str(error.have_bytes) in str(error), str(error))
-        tally.notes["regions refused"] += 1
-    after = os.statvfs(SHARED).f_bavail * os.statvfs(SHARED).f_frsize
-    tally.leaks += after != before
-    tally.expect(after == before, f"{before - after} bytes of shared memory are gone")
-    line.say("found", tally=tally.as_json())
-
-
-async def _write_it_all(tier: CPUBackend, context: TierContext) -> None:
-    await tier.open(context)
-    try:
-        tier.rows.view[:] = 255
-    finally:
-        await tier.close()
-
-
 ATTACKS = (
     Attack(
         "io_uring denied",
@@ -224,5 +157,4 @@ ATTACKS = (
         uring_denied,
         missing=without_filter,
     ),
-    Attack("shared memory too small", "a small tmpfs over /dev/shm", 10, 100, little_memory, missing=without_root),
 )

@@ -129,23 +129,6 @@ def power(budget: Budget) -> Tally:
     return tally
 
 
-def region(budget: Budget) -> Tally:
-    """Kill a coordinator while its reads wait for a slow disk, and watch the rows from the other process."""
-    tally = lean(budget, ("region", budget.count))
-    caught, landed = tally.notes["kills with I/O in flight"], tally.notes["deaths with reads landing afterwards"]
-    tally.expect(2 * caught >= tally.iterations, f"only {caught} of {tally.iterations} kills caught reads")
-    enough = tally.iterations / 2 if tally.iterations >= _ENOUGH_TO_JUDGE else 1
-    tally.expect(landed >= enough, f"reads landed after only {landed} of {tally.iterations} deaths")
-    tally.expect(tally.notes["ready rows compared"] >= 16 * tally.iterations, "hardly any row was ready")
-    return tally
-
-
-def _no_slow_disk() -> str | None:
-    from ..kill.slow_disk import cannot
-
-    return cannot()
-
-
 def _row(name: str, how: str, counts: tuple[int, int], attack: Callable[[Budget], Tally], shards: int = 1,
          missing: Callable[[], str | None] = lambda: None) -> Attack:  # fmt: skip
     return Attack(name, how, *counts, attack, missing=missing, shards=shards)
@@ -190,14 +173,5 @@ ATTACKS = (
         (50, 10_000),
         late,
         shards=8,
-    ),
-    _row(
-        "kill -9 of a sharing process",
-        "SIGKILL of a process with the shared CPU region, its reads held up by blkio.throttle on a loop device; they "
-        "land when it is gone, and no row that was ready changes; the long count takes about twenty minutes, because "
-        "each round waits for the disk, not for a processor",
-        (3, 5_000),
-        region,
-        missing=_no_slow_disk,
     ),
 )

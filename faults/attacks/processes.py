@@ -41,18 +41,8 @@ ATTACKS = (
         24, 2000, partial(flat, "support_steps.steps_that_raise"), shards=4,
     ),
     Attack(
-        "create race",
-        "8 processes open one region at once; in a quarter of the rounds one dies at some step of it",
-        5, 20_000, partial(flat, "support_races.create_race"), shards=2,
-    ),
-    Attack(
-        "stale or hostile region file",
-        "wrong magic, size, owner, mode, symlink, fifo, other geometry, random damage; SIGKILL of all processes",
-        35, 350, partial(flat, "support_races.hostile_region"),
-    ),
-    Attack(
         "leaks and soak",
-        "stacks opened and closed, and 100 times as many jobs over I/O that fails: fds, threads, memory, /dev/shm flat",
+        "stacks opened and closed, and 100 times as many jobs over I/O that fails: fds, threads, memory flat",
         24, 10_000, partial(flat, "support_soak.leaks_and_soak"),
     ),
 )  # fmt: skip

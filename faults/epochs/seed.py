@@ -84,7 +84,6 @@ class Cpu(LoadStore):
             for row, page in zip(group.rows, group.runs.gpu_blocks.tolist(), strict=True):
                 self.rows.view[row, :PAGE_BYTES] = self._pages[page]
                 self.rows.set_checksum(row, checksum(self.rows.view[row, :PAGE_BYTES].data))
-            self.rows.stamp(0, group.rows, group.generations)
         return JobResult.uniform(job, STORED)
 
     async def load(self, job: TransferJob) -> JobResult:

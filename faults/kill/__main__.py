@@ -9,7 +9,6 @@ from pathlib import Path
 from ..attack import Tally
 from .cycles import Cycles
 from .late import LateWrites
-from .shared_region import RegionKills
 from .stale import StaleSnapshots
 from .steps import ResetSteps
 from .victim import die_with_parent
@@ -26,8 +25,6 @@ def main(row: str, count: str, seed: str, folder: str) -> None:
             LateWrites(layout, home, number, tally).run(int(count))
         case ["stale"]:
             StaleSnapshots(home, number, tally).run(int(count))
-        case ["region"]:
-            RegionKills(home, number, tally).run(int(count))
         case ["reset", part]:
             ResetSteps(home, number, tally).run(int(count), int(part))
     print(json.dumps(tally.as_json()))

@@ -11,7 +11,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.types.arrays import IntArray
 from kvtier.types.geometry import round_up
 from kvtier.types.jobs import BlockStatus
 
@@ -239,13 +238,3 @@ class LogRows:
 
     def set_checksum(self, row: int, digest: bytes) -> None:
         self._checksums[row] = digest
-
-    def stamp(self, worker: int, rows: IntArray, generations: IntArray) -> None:
-        """There are no workers."""
-
-    def end_use(self, worker: int, rows: IntArray) -> None:
-        """There are no workers."""
-
-    def stamped(self, rows: IntArray, generations: IntArray) -> npt.NDArray[np.bool_]:
-        """There are no workers: every row counts."""
-        return np.ones(len(rows), dtype=bool)

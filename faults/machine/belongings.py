@@ -1,4 +1,4 @@
-"""What a process has of the machine: open files, threads, mapped regions, names. It is counted before and after."""
+"""What a process has of the machine: open files, threads, mapped regions. It is counted before and after."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from .shared_names import names_left
-
 _NUMBERS = re.compile(r"[0-9]+")
 _LINGER_SECONDS = 3.0
 
 
 def belongings() -> Counter[str]:
-    """Open files by what they are, threads by name, mapped regions of shared memory, each with its numbers left out,
-    and the names in shared memory that this process made. What only waits to be collected is collected first."""
+    """Open files by what they are, threads by name, mapped regions, each with its numbers left out. What only waits to
+    be collected is collected first."""
     gc.collect()
     held: Counter[str] = Counter()
     for fd in os.listdir("/proc/self/fd"):
@@ -28,8 +26,7 @@ def belongings() -> Counter[str]:
             continue  # the listing's own
     held.update(f"thread {_plain(thread.name)}" for thread in threading.enumerate())
     maps = Path("/proc/self/maps").read_text()
-    held["mapped regions"] = maps.count("/memfd:kvtier") + maps.count("/dev/shm/kvtier") + private_regions()
-    held.update(f"name {name}" for name in names_left())
+    held["mapped regions"] = maps.count("/memfd:kvtier") + private_regions()
     return +held
 
 

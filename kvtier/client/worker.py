@@ -28,7 +28,7 @@ from kvtier.errors import ConfigError, KVTierError, ResourceError
 from kvtier.service import wire
 from kvtier.service.channel import Channel
 from kvtier.service.wire import TO_WORKER
-from kvtier.tier.contract import AttachesRows, FencesCopies, LoadStore, SharedRows, TierContext
+from kvtier.tier.contract import AttachesRows, FencesCopies, LoadStore, Rows, TierContext
 from kvtier.tier.registry import discover
 from kvtier.types.geometry import Geometry
 from kvtier.types.jobs import BlockOutcome, JobKind, JobResult, TransferJob, failed
@@ -78,7 +78,7 @@ class WorkerLink:
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._channel, self._on_readable)
 
-    def attach(self, context: TierContext) -> tuple[Geometry, SharedRows]:
+    def attach(self, context: TierContext) -> tuple[Geometry, Rows]:
         """(the rows' geometry, the rows), mapped. Raises ConfigError, RegionError."""
         geometry = Geometry(context.geometry.layout, self.welcome.alignment)
         cpu: Any = discover().get("cpu")
@@ -86,7 +86,7 @@ class WorkerLink:
             raise ConfigError("the CPU tier cannot map rows of another process")
         try:
             shared = replace(context, geometry=geometry, namespace=Namespace(geometry.layout))  # by all namespaces
-            rows: SharedRows = cpu.attach(shared, self.welcome.num_rows, *self._descriptors)
+            rows: Rows = cpu.attach(shared, self.welcome.num_rows, *self._descriptors)
         finally:
             self._close_descriptors()
         self._rows = rows

@@ -290,15 +290,12 @@ def open_stack(
     tensors: Sequence[torch.Tensor] | None = None,
     *,
     model: str = "",
-    workers: Sequence[LoadStore] = (),
-    engine_id: str = "",
 ) -> TierStack:
     """A stack for `async with`, from a stack file and an engine's KV layout and KV cache tensors.
 
     `stack` is a path or what `parse_stack` returned. `tensors[i]` has 8-bit elements and the shape (blocks, bytes of a
-    page). A Namespace in place of `layout` holds more than the model's name: weights, dtype, hash algorithm. `workers`
-    copy in other processes in place of `tensors`; `engine_id` names the shared region for them, random when empty.
+    page). A Namespace in place of `layout` holds more than the model's name: weights, dtype, hash algorithm.
     """
     from kvtier.stack import TierStack
 
-    return TierStack(stack_parts(stack, layout, tensors, workers, engine_id=engine_id, model=model))
+    return TierStack(stack_parts(stack, layout, tensors, model=model))

@@ -33,7 +33,7 @@ from kvtier.stack.assembly import StackParts
 from kvtier.stack.guard import guard_step
 from kvtier.stack.tier_stack import TierStack
 from kvtier.stack.watching.stats import EngineStats
-from kvtier.tier.contract import JoinsRows, LoadStore, ProvidesRows
+from kvtier.tier.contract import FitsGeometry, LoadStore, ProvidesRows
 from kvtier.types.events import OffloadingEvent
 from kvtier.types.geometry import KVLayout
 from kvtier.types.jobs import JobResult
@@ -281,7 +281,7 @@ class Pool(TierStack):
         if self._naming is None or self._naming.done() or not _same_but_pages(layout, geometry.layout):
             raise ConfigError("its blocks have another layout than those of the engines here")
         cpu = self._cpu
-        if not isinstance(cpu, JoinsRows):
+        if not isinstance(cpu, FitsGeometry):
             raise ConfigError("the rows of the cpu tier have one layout", "tiers")
         geometry = replace(geometry, layout=layout)
         cpu.use_geometry(geometry)

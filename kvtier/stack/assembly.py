@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -43,13 +42,12 @@ from kvtier.tier.contract import (
     AnswersLookups,
     Clock,
     FencesCopies,
-    JoinsRows,
     LoadStore,
     Opened,
     ProbesAlignment,
     ProvidesRows,
     Resettable,
-    SharedRows,
+    Rows,
     TierContext,
 )
 from kvtier.types.geometry import Geometry, GroupKind, KVLayout, stack_alignment
@@ -69,6 +67,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 UNBOUNDED_BYTES = 1 << 62
+RESTORE_SECONDS = 5.0
+"""How long an opening waits for the file of what policies have learned."""
 _closing_late: set[asyncio.Task[None]] = set()
 """Keeps tasks from being collected that close tiers which opened too late."""
 
@@ -77,18 +77,9 @@ _closing_late: set[asyncio.Task[None]] = set()
 class StackParts:
     """Parts of a stack to open: tiers from the top down, the namespace, and the KV cache tensors or the workers.
 
-    `refine` completes the namespace of the lower tiers by what the workers in other processes said of themselves when
-    they mapped the CPU tier's region; it raises ConfigError where they contradict each other. If it takes longer than
-    `settings.identity_seconds` the stack opens with its lower tiers held back: they neither load nor store. They are
-    opened and join when it ends. If they cannot be then, they are held back for the life of the stack; so they are too
-    if it raises OSError or ResourceError, in time or not, because the machine does not say what the namespace is.
-
-    `measure` gives the layout as those workers have it, from the same notes: an engine may announce the longest page of
-    all groups for each of them. Rows are laid out by the namespace's layout, blocks and lower tiers by the workers'.
-
-    `workers`, one for each worker of the layout, replace the GPU tier where other processes copy between GPU blocks
-    and rows; a gpu tier among `tiers` is theirs then and is not opened here. `engine_id` names the shared region for
-    processes that have to find it; random when empty. With `record` the stack keeps a trace of what it is given by
+    `workers`, one for each worker of the layout, replace the GPU tier where others copy between GPU blocks and rows; a
+    gpu tier among `tiers` is theirs then and is not opened here. `engine_id` is the engine's name at a stack process.
+    With `record` the stack keeps a trace of what it is given by
     `StackRequest.end`.
 
     `state_dir` is the folder for what policies have learned, for the next start; when empty, the first folder of the
@@ -96,8 +87,9 @@ class StackParts:
     none. `operator_log` is the name of the logger for what operators must know. With a `tracer` of OpenTelemetry each
     job of a tier has a span.
 
-    With `joins` the lower tiers are held back until it has a namespace, and `refine` is not called. The layout of that
-    may have shorter blocks than the rows.
+    With `joins` the lower tiers are held back until it has a namespace: they neither load nor store. If they cannot be
+    opened then, they are held back for the life of the stack. The layout of that namespace may have shorter blocks than
+    the rows.
     """
 
     tiers: Sequence[LoadStore]
@@ -106,8 +98,6 @@ class StackParts:
     workers: Sequence[LoadStore] = ()
     engine_id: str = ""
     settings: StackSettings = field(default_factory=StackSettings)
-    refine: Callable[[Namespace, Sequence[str]], Awaitable[Namespace]] | None = None
-    measure: Callable[[KVLayout, Sequence[str]], KVLayout] | None = None
     record: RecordOptions | None = None
     state_dir: str = ""
     stats_socket: str = ""
@@ -230,7 +220,7 @@ async def open_tier(tier: LoadStore, context: TierContext, settings: StackSettin
 async def assemble(parts: StackParts, clock: Clock, deliver: Callable[[Sequence[Arrival]], None]) -> OpenStack:
     """Open every tier and build the control plane over what they found.
 
-    On any error all that was opened is closed, and the links to workers are closed.
+    On any error all that was opened is closed, and so are the workers.
     """
     to_close: list[LoadStore] = []
     try:
@@ -247,12 +237,12 @@ async def _assemble(
     parts: StackParts, clock: Clock, deliver: Callable[[Sequence[Arrival]], None], to_close: list[LoadStore]
 ) -> OpenStack:
     copiers, cpu, lowers = split_tiers(parts)
-    namespace, engine_id = parts.namespace, parts.engine_id or uuid.uuid4().hex
+    namespace = parts.namespace
     geometry = Geometry(namespace.layout, await resolve_alignment([*copiers, cpu, *lowers], parts.settings))
 
     async def opened_with(tier: LoadStore, of: Namespace = namespace, **more: object) -> Opened:
         laid = replace(geometry, layout=of.layout) if tier in lowers else geometry
-        context = TierContext(tier.options.label, laid, of, clock, engine_id, **more)  # type: ignore[arg-type]
+        context = TierContext(tier.options.label, laid, of, clock, **more)  # type: ignore[arg-type]
         to_close.append(tier)
         try:
             return await open_tier(tier, context, parts.settings)
@@ -266,8 +256,7 @@ async def _assemble(
         return tier_spec(tier, opened, replace(geometry, layout=layout), parts.settings.lookup_timeout_seconds)
 
     cpu_opened = await opened_with(cpu, workers=copiers)
-    rows, notes = _rows_of(cpu), _worker_notes(parts, cpu)
-    geometry = _measured(parts, cpu, geometry, notes)
+    rows = _rows_of(cpu)
     for worker, copier in enumerate(copiers):
         await opened_with(copier, worker=worker, kv_caches=parts.kv_caches, rows=rows)
     queues = {tier: TierQueue(tier, inflight_bytes(tier)) for tier in (cpu, *lowers)}
@@ -277,20 +266,17 @@ async def _assemble(
         return await _lower_spec(queues[lower], opened_with(lower, of, rows=rows, new_epoch=new_epoch), made)
 
     below = LowerTiers(lowers, open_lower)
-    namespace = replace(namespace, layout=geometry.layout)
-    refining = parts.joins or (await _refining(parts, namespace, notes) if lowers else None)
-    known = refining is None or (refining.done() and not isinstance(refining.exception(), (OSError, ResourceError)))
-    if known:
-        specs = await below.open(namespace if refining is None else refining.result())
+    if parts.joins is None:
+        specs = await below.open(namespace)
     else:
         specs = [replace(spec(lower, Opened(0), geometry.layout), held_back=True) for lower in lowers]
     completed = complete_settings(parts, watermark_rows(cpu.options, rows.num_rows))
     plane = ControlPlane(spec(cpu, cpu_opened, geometry.layout), specs, geometry.factor, completed, chains(geometry))
     models = plane.control.models
-    joining = None if known or refining is None else Joining(below, refining, rows.num_rows, models, deliver)
+    joining = None if parts.joins is None else Joining(below, parts.joins, rows.num_rows, models, deliver)
     files = model_files(parts, lowers, models, plane.control.lowers)
     if files is not None:
-        await files.restore(parts.settings.identity_seconds)
+        await files.restore(RESTORE_SECONDS)
     dispatcher = Dispatcher([*queues.values()], bytes_by_rows(geometry.row_bytes), clock, deliver, _spans(parts, clock))
     return OpenStack(geometry, plane, dispatcher, to_close, to_fence(copiers), joining, _recorder(parts), files)
 
@@ -424,46 +410,10 @@ def model_files(
     return ModelFiles(Path(own or folders[0]), models, bool(own), budgets, parts.settings.close_timeout_seconds)
 
 
-def _rows_of(cpu: LoadStore) -> SharedRows:
+def _rows_of(cpu: LoadStore) -> Rows:
     if not isinstance(cpu, ProvidesRows):
         raise ConfigError("the cpu tier provides no rows", "tiers")
     return cpu.rows
-
-
-def _worker_notes(parts: StackParts, cpu: LoadStore) -> list[str]:
-    """The notes that the workers left in the region, where they are needed. Raises ConfigError if they cannot."""
-    if parts.refine is None and parts.measure is None:
-        return []
-    if not isinstance(cpu, JoinsRows):
-        raise ConfigError("workers in processes of their own cannot map its region", "tiers")
-    return cpu.worker_notes()
-
-
-def _measured(parts: StackParts, cpu: LoadStore, geometry: Geometry, notes: Sequence[str]) -> Geometry:
-    """The geometry of blocks and lower tiers, by the layout that the workers have. Rows stay as they are."""
-    if parts.measure is None or not isinstance(cpu, JoinsRows):
-        return geometry
-    geometry = replace(geometry, layout=parts.measure(geometry.layout, notes))
-    cpu.use_geometry(geometry)
-    return geometry
-
-
-async def _refining(parts: StackParts, namespace: Namespace, notes: Sequence[str]) -> asyncio.Future[Namespace] | None:
-    """The namespace of the lower tiers as `parts.refine` completes it, perhaps later than `identity_seconds`.
-
-    None if there is nothing to ask.
-    """
-    if parts.refine is None:
-        return None
-    settings = parts.settings
-    refining = asyncio.ensure_future(parts.refine(namespace, notes))
-    try:
-        await asyncio.wait((refining,), timeout=settings.identity_seconds)
-    except asyncio.CancelledError:
-        refining.cancel()
-        await wait_done(refining, settings.tier_close_seconds)
-        raise
-    return refining
 
 
 def _checked(lower: LoadStore, opened: Opened) -> Opened:

@@ -18,7 +18,6 @@ import xxhash
 from kvtier.errors import UsageError
 from kvtier.tier.checksum import CHECKSUM_BYTES, checksum
 from kvtier.tier.contract import LoadStore, Opened, SlotSpace, TierContext
-from kvtier.types.arrays import IntArray
 from kvtier.types.geometry import Geometry
 from kvtier.types.jobs import BlockOutcome, BlockStatus, JobKind, JobResult, RegionFormat, RowGroup, TransferJob
 from kvtier.types.keys import JobId, OffloadKey, key_group
@@ -27,20 +26,17 @@ from kvtier.types.keys import JobId, OffloadKey, key_group
 class TestRows:
     """A `Rows` in private memory: base page-aligned, rows one after another, zeros at first.
 
-    `row_bytes` that are a multiple of a tier's alignment make every row aligned to it, up to a page. Stamps and uses
-    are kept as the real region keeps them, for one process.
+    `row_bytes` that are a multiple of a tier's alignment make every row aligned to it, up to a page.
     """
 
     __test__ = False  # for pytest: no test class, whatever the name is
 
-    def __init__(self, num_rows: int, row_bytes: int, workers: int = 1) -> None:
-        if num_rows < 1 or row_bytes < 1 or workers < 1:
-            raise UsageError(f"rows need at least 1 row, byte and worker, got {num_rows}, {row_bytes} and {workers}")
+    def __init__(self, num_rows: int, row_bytes: int) -> None:
+        if num_rows < 1 or row_bytes < 1:
+            raise UsageError(f"rows need at least 1 row and byte, got {num_rows} and {row_bytes}")
         self._memory = mmap.mmap(-1, num_rows * row_bytes)
         self._view = np.frombuffer(self._memory, dtype=np.uint8).reshape(num_rows, row_bytes)
         self._checksums = [bytes(CHECKSUM_BYTES)] * num_rows
-        self._stamps = np.zeros((workers, num_rows), dtype=np.int64)
-        self._uses = np.zeros((workers, num_rows), dtype=np.int64)
 
     @property
     def num_rows(self) -> int:
@@ -53,24 +49,6 @@ class TestRows:
     @property
     def view(self) -> npt.NDArray[np.uint8]:
         return self._view
-
-    def stamp(self, worker: int, rows: IntArray, generations: IntArray) -> None:
-        """Record that the whole slice of worker `worker` in these rows holds these generations."""
-        self._stamps[worker, rows] = generations
-
-    def stamped(self, rows: IntArray, generations: IntArray) -> npt.NDArray[np.bool_]:
-        """For each row: True if every worker stamped it with that generation."""
-        agreed: npt.NDArray[np.bool_] = (self._stamps[:, rows] == generations).all(axis=0)
-        return agreed
-
-    def end_use(self, worker: int, rows: IntArray) -> None:
-        """Worker `worker` has ended one use of each of these rows."""
-        np.add.at(self._uses[worker], rows, 1)
-
-    def uses_ended(self, worker: int, rows: IntArray) -> IntArray:
-        """The number of uses of each row that a worker has ended so far, shape (rows,)."""
-        ended: IntArray = self._uses[worker, rows]
-        return ended
 
     def checksum(self, row: int) -> bytes:
         """The 16-byte checksum that was set for a row; zeros before that."""

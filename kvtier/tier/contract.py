@@ -12,8 +12,8 @@ There are two kinds of tier below the CPU:
   implements `AnswersLookups` and `Resettable`.
 
 Other abilities are optional protocols, recognized by the presence of their methods: `ProbesAlignment`, `Resettable`,
-`FencesCopies`, `ProvidesRows` and `JoinsRows` here, and `DryRuns` in `kvtier.tier.registry`. The tools read what a tier
-keeps through an inspector of its own (`kvtier.tier.inspection`).
+`FencesCopies`, `ProvidesRows` and `FitsGeometry` here, and `DryRuns` in `kvtier.tier.registry`. The tools read what a
+tier keeps through an inspector of its own (`kvtier.tier.inspection`).
 
 `kvtier.testing.conformance` holds a tier to all of this; `tests/conformance/example_backend` is a small whole tier.
 """
@@ -169,7 +169,7 @@ class ProvidesRows(Protocol):
     """The tier that owns the shared region: the CPU tier."""
 
     @property
-    def rows(self) -> SharedRows:
+    def rows(self) -> Rows:
         """The region. Raises UsageError while the tier is not open."""
 
 
@@ -178,31 +178,19 @@ class AttachesRows(Protocol):
     """A CPU tier whose rows a process can map by descriptors that another one passed on."""
 
     @classmethod
-    def attach(cls, context: TierContext, num_rows: int, rows_fd: int, control_fd: int) -> SharedRows:
+    def attach(cls, context: TierContext, num_rows: int, rows_fd: int, control_fd: int) -> Rows:
         """The rows, as worker `context.worker` uses them. The caller keeps the descriptors. Raises RegionError."""
 
 
 @runtime_checkable
-class JoinsRows(Protocol):
-    """A CPU tier whose region can be mapped by worker processes of their own."""
-
-    async def join(self, context: TierContext, note: str = "") -> SharedRows:
-        """Map the region as worker `context.worker`, without owning it. `note` is a text for the owner to read."""
-
-    def worker_notes(self) -> list[str]:
-        """The note of each worker, in the owner's process. Raises ResourceError until all have mapped the region."""
+class FitsGeometry(Protocol):
+    """A CPU tier whose blocks may be of another length than its rows were made for."""
 
     def use_geometry(self, geometry: Geometry) -> None:
-        """In the owner's process, before the first job: blocks are as long as the workers' own layout says, in rows
-        that stay as they are. Raises GeometryError if a row is too short for one."""
+        """Before the first job: blocks are as long as this geometry says, in rows that stay as they are.
 
-
-@runtime_checkable
-class HasWords(Protocol):
-    """Rows with words beside them through which an integration's workers and its coordinator speak."""
-
-    words: npt.NDArray[np.uint64]
-    """Shape (workers + 1, 8), zero at first. A worker alone writes its line, the coordinator the last one."""
+        Raises GeometryError if a row is too short for one.
+        """
 
 
 class Rows(Protocol):
@@ -227,54 +215,25 @@ class Rows(Protocol):
         """Record the checksum of what a row holds now."""
 
 
-@runtime_checkable
-class SharedRows(Rows, Protocol):
-    """Rows of the shared region, which workers fill side by side, some in other processes.
-
-    A row becomes ready only when every worker with a slice of its own has stamped it with the generation that the fill
-    was issued for; a stamp of an earlier fill does not count.
-    """
-
-    def stamp(self, worker: int, rows: IntArray, generations: IntArray) -> None:
-        """Record that worker `worker` has filled its slice of these rows, each for its generation.
-
-        Only that worker calls it, after its last byte has landed.
-        """
-
-    def stamped(self, rows: IntArray, generations: IntArray) -> npt.NDArray[np.bool_]:
-        """For each row: True if every worker with a slice of its own has stamped it with that generation."""
-
-    def end_use(self, worker: int, rows: IntArray) -> None:
-        """Record that worker `worker` has ended one copy, in either direction, of each of these rows."""
-
-    def uses_ended(self, worker: int, rows: IntArray) -> IntArray:
-        """The number of copies of each row that worker `worker` has ended so far, shape (rows,)."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class TierContext:
     """All that a tier is given when it is opened.
 
-    `rows` are those of the shared region, `SharedRows` for a tier that copies between GPU blocks and rows; the CPU tier
-    gets None, because it makes the region. `workers` is for the CPU tier
+    `rows` are those of the region; the CPU tier gets None, because it makes the region. `workers` is for the CPU tier
     alone: the tiers that copy between GPU blocks and rows, one for each worker of the engine. `kv_caches` and `worker`
     are for those: `kv_caches[i]` has an 8-bit type and the shape (num_blocks, page bytes), on any device, perhaps
-    strided; the groups of the layout refer to tensors by index. `one_process` is for a worker that joins the rows:
-    True only if it is certain that the coordinator opens the CPU tier in this very process, and later than the worker
-    joins. `new_epoch` is for tiers whose blocks outlive the process: the epoch that a namespace begins at in a store
-    that states none of it; None: the tier's own choice.
+    strided; the groups of the layout refer to tensors by index. `new_epoch` is for tiers whose blocks outlive the
+    process: the epoch that a namespace begins at in a store that states none of it; None: the tier's own choice.
     """
 
     name: str
     geometry: Geometry
     namespace: Namespace
     clock: Clock
-    engine_id: str = ""
     worker: int = 0
     kv_caches: Sequence[torch.Tensor] | None = None
     rows: Rows | None = None
     workers: Sequence[LoadStore] = ()
-    one_process: bool = False
     new_epoch: int | None = None
 
 

@@ -1,6 +1,5 @@
-"""The memory that this machine, its mount and its cgroup still offer, read before a single page is touched."""
+"""The memory that this machine and its cgroup still offer, read before a single page is touched."""
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -23,28 +22,28 @@ class Reading:
 class MemoryLimits(Protocol):
     """The limits that memory must stay under. Tests pass in their own."""
 
-    def readings(self, directory: str | None) -> list[Reading]:
-        """Every limit that applies to shared memory in `directory` (None: a memfd, which has no mount)."""
+    def readings(self) -> list[Reading]:
+        """Every limit that applies to memory of this process."""
 
 
-def tightest(limits: MemoryLimits, directory: str | None) -> Reading | None:
+def tightest(limits: MemoryLimits) -> Reading | None:
     """The limit that leaves the least room; None if there is none."""
-    return min(limits.readings(directory), key=lambda reading: reading.have_bytes, default=None)
+    return min(limits.readings(), key=lambda reading: reading.have_bytes, default=None)
 
 
-def require(limits: MemoryLimits, need_bytes: int, directory: str | None) -> None:
+def require(limits: MemoryLimits, need_bytes: int) -> None:
     """Check that every limit leaves room for `need_bytes`.
 
     Raises SharedMemoryError naming the tightest limit, what is needed and what it has. Touches nothing.
     """
-    reading = tightest(limits, directory)
+    reading = tightest(limits)
     if reading is not None and reading.have_bytes < need_bytes:
         raise SharedMemoryError(need_bytes, reading.have_bytes, reading.where)
 
 
 @dataclass(frozen=True, slots=True)
 class SystemLimits:
-    """The limits of the running Linux system: free space of the mount, MemAvailable, and every enclosing cgroup.
+    """The limits of the running Linux system: MemAvailable, and every enclosing cgroup.
 
     `proc` is where the kernel's process file system is mounted. A limit that cannot be read is no limit: the
     reservation that follows still ends in a typed error, only later.
@@ -52,10 +51,10 @@ class SystemLimits:
 
     proc: Path = Path("/proc")
 
-    def readings(self, directory: str | None) -> list[Reading]:
+    def readings(self) -> list[Reading]:
         available_kib = _figures(self.proc / "meminfo").get("MemAvailable:")
         available = [] if available_kib is None else [Reading("MemAvailable", available_kib * 1024)]
-        return [*_mount(directory), *available, *self._cgroups()]
+        return [*available, *self._cgroups()]
 
     def _cgroups(self) -> Iterator[Reading]:
         own = dict(_own_cgroups(self.proc))
@@ -81,17 +80,6 @@ class _Files:
 
 _V1 = _Files(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
 _V2 = _Files(("memory.max", "memory.high"), "memory.current", "inactive_file")
-
-
-def _mount(directory: str | None) -> Iterator[Reading]:
-    if directory is None:
-        return
-    try:
-        stat = os.statvfs(directory)
-    except OSError:
-        return
-    if stat.f_blocks:  # a tmpfs mounted with size=0 has no limit and reports none
-        yield Reading(directory, stat.f_bavail * stat.f_frsize)
 
 
 def _lines(path: Path) -> list[str]:

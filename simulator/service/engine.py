@@ -142,15 +142,9 @@ class SimulatedWorker:
         if not self.alive:
             return
         self.copying -= 1
-        if fill is not None and self.stores:
-            self._stamp(rows, job)
         if end is not None:
             end.send([wire.Copied(job.job_id, [(len(list(run)), error) for error, run in groupby(errors)])])
         engine.on_worker_done(job, self.number, errors)
-
-    def _stamp(self, rows: ServiceRows, job: TransferJob) -> None:
-        for group in job.gpu_groups:
-            rows.rows.stamp(self.number, group.rows, group.generations)
 
     async def _copy_in(self, rows: ServiceRows, key: OffloadKey, place: tuple[int, int], fill: FillRecord) -> None:
         geometry, oracle = rows.geometry, self.engine.world.oracle

@@ -201,7 +201,7 @@ class ServiceCPU(LoadStore):
         """Make the rows, unless those of the process before are used."""
         geometry = context.geometry
         self._context = context
-        self._rows = self._rows or NamedRows(self.options.rows, geometry.row_bytes, geometry.world_size)
+        self._rows = self._rows or NamedRows(self.options.rows, geometry.row_bytes)
         self.mapped = ServiceRows(self._rows, geometry)
         size = self.options.rows * geometry.row_bytes
         return Opened(size, SlotSpace(size, (1,), (geometry.row_bytes,) * geometry.num_groups))
@@ -239,13 +239,19 @@ class ServiceCPU(LoadStore):
 
 
 class SlowMemory(MemoryTier):
-    """The tier below, whose jobs take time and sometimes fail. `storage` outlives a killed process."""
+    """The tier below, whose jobs take time and sometimes fail. `storage` outlives a killed process.
+
+    A job that has begun goes on when its process is killed, as I/O of a disk may land later; none begins after that.
+    """
 
     def __init__(self, options: TierOptions, storage: MemoryStorage, rng: Random) -> None:
         super().__init__(options, storage)
         self._rng = rng
+        self.is_killed = False
 
     async def _run(self, job: TransferJob, kind: Any) -> JobResult:
+        if self.is_killed:
+            raise asyncio.CancelledError
         await asyncio.sleep(self._rng.random() * self._rng.choice((1e-4, 1e-3, 0.02)))
         return await super()._run(job, kind)
 

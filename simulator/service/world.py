@@ -62,15 +62,15 @@ class SimulatedServer:
         plan, rng = world.plan, Random(f"service of {world.seed}")
         options = ServiceCPUOptions(rows=plan.rows, policy=plan.policy, free_watermark=plan.watermark)
         self.cpu = ServiceCPU(options, rng)
-        tiers: list[Any] = [self.cpu]
+        self.below: list[SlowMemory] = []
         if plan.lower_slots:
             below = MemoryOptions(
                 capacity=1 << 20,
                 slots_per_region=plan.lower_slots,
                 write_policy=plan.write_policy,  # type: ignore[arg-type]
             )
-            tiers.append(SlowMemory(_sized(below, plan), storage, rng))
-        parts = StackParts(tiers, Namespace(plan.layout), settings=plan.settings)
+            self.below = [SlowMemory(_sized(below, plan), storage, rng)]
+        parts = StackParts([self.cpu, *self.below], Namespace(plan.layout), settings=plan.settings)
         self.kept = KeptMemory(world.manager) if world.keeps else None  # type: ignore[arg-type]
         self.cpu.find_rows(world.manager.rows)
         self.pool = Pool(parts, self.send, kept=self.kept)
@@ -117,6 +117,8 @@ class SimulatedServer:
         """The process is gone: nothing of it acts any more, and its rows are nobody's."""
         self.alive = False
         self.mapped.plane, self.cpu.is_killed = None, True
+        for below in self.below:
+            below.is_killed = True
         self.world.manager.on_kill()
         for engine in self.engines.values():
             for each in engine.connections:

@@ -87,7 +87,7 @@ def test_the_pod_has_the_memory_the_folders_and_the_profile_that_its_stack_needs
     cpu, disk = stack.tiers
     shm = parse_size(mounts["/dev/shm"]["emptyDir"]["sizeLimit"].replace("Gi", "GiB"))
     memory = parse_size(container["resources"]["limits"]["memory"].replace("Gi", "GiB"))
-    assert cpu.cpu_bytes_to_use < shm < memory
+    assert cpu.cpu_bytes_to_use + shm < memory
     assert mounts["/dev/shm"]["emptyDir"]["medium"] == "Memory"
     assert "hostPath" in mounts[str(Path(disk.roots[0]).parent)]
     assert str(Path(stack.stats_socket).parent) in mounts

@@ -58,7 +58,6 @@ QUICK = {
     "the harness itself": 900,
     "random operations": 3,
     "N-th I/O fails": 8,
-    "names of others in shared memory": 1,
     "servers that lie": 2,
     "hosts on valkey": 4,
 }

@@ -9,7 +9,6 @@ import pytest
 from support_paths import PROJECT
 from support_stack import JUNK, Engine, fs, keys, parts_of, stack_file, statuses, store, whole
 
-from faults.machine.shared_names import names_left
 from kvtier.stack import TierStack
 from kvtier.types.geometry import GroupLayout, KVLayout, TensorRef
 
@@ -41,11 +40,9 @@ async def test_no_byte_of_an_earlier_tenant_reaches_the_disk(tmp_path):
         assert bytes([JUNK]) * 32 not in path.read_bytes(), path.name
 
 
-async def test_the_shared_region_of_one_worker_has_no_name(tmp_path):
-    before = set(names_left())
+async def test_the_rows_have_no_name(tmp_path):
     engine = Engine(ODD, 32)
     async with TierStack(parts_of(stack_file(ODD, 16, fs(tmp_path / "r")), engine)) as stack:
-        assert set(names_left()) <= before
         for fd in stack._parts.tiers[1].rows.descriptors:
             assert os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:kvtier-")
             assert not os.get_inheritable(fd)

@@ -25,19 +25,14 @@ MISS, PENDING = LookupResult.MISS, LookupResult.HIT_PENDING
 OLD, NEW, SPARE = keys(4), keys(4, start=100), keys(40, start=1000)
 
 
-def driver(identity: Identity | None, *lowers: dict[str, object], seconds: float = 0.0) -> Driver:
-    """A stack of 16 rows that is not open, and waits that long for its namespace."""
+def driver(identity: Identity | None, *lowers: dict[str, object]) -> Driver:
+    """A stack of 16 rows that is not open. Its namespace is complete without an identity."""
     engine = Engine(PLAIN, 8)
     config = stack_file(PLAIN, 16, *lowers, backends=backends())
-    parts = parts_of(config, engine, backends(), identity_seconds=seconds, tier_close_seconds=20.0)
-    return Driver(dataclasses.replace(parts, refine=identity), engine)
-
-
-def known(weights: str = "w") -> Identity:
-    """An identity that is known at once."""
-    identity = Identity(weights)
-    identity.answer()
-    return identity
+    parts = parts_of(config, engine, backends(), tier_close_seconds=20.0)
+    if identity is None:
+        parts = dataclasses.replace(parts, namespace=dataclasses.replace(parts.namespace, weights="w"))
+    return Driver(parts, engine, identity)
 
 
 def both(folder: Path) -> list[dict[str, object]]:
@@ -47,7 +42,7 @@ def both(folder: Path) -> list[dict[str, object]]:
 @pytest.fixture
 def filled(tmp_path) -> Path:
     """A folder with OLD in both tiers, left by an earlier process."""
-    with driver(known(), *both(tmp_path), seconds=60.0) as stack:
+    with driver(None, *both(tmp_path)) as stack:
         assert stack.joined()
         assert stack.store(OLD) == ["stored"] * 4
         stack.drain()
@@ -65,20 +60,12 @@ def lines(caplog, level: int) -> list[str]:
     return [record.message for record in caplog.records if record.levelno == level and "tier" in record.message]
 
 
-def test_a_namespace_known_in_time_opens_the_tiers_with_the_stack(filled, caplog):
-    with driver(known(), *both(filled), seconds=60.0) as stack:
+def test_tiers_open_with_a_stack_whose_namespace_is_known(filled, caplog):
+    with driver(None, *both(filled)) as stack:
         assert stack.joined()
         assert stack.tier("fs").joined == stack.tier("shared_fs").joined == 1
         assert stack.load(OLD) == ["loaded"] * 4
     assert not lines(caplog, logging.WARNING)
-
-
-def test_a_wrong_namespace_in_time_refuses_to_open(tmp_path):
-    identity = known()
-    identity.error = ConfigError("the workers disagree", "workers")
-    stack = driver(identity, *both(tmp_path), seconds=60.0)
-    with pytest.raises(ConfigError, match="disagree"):
-        stack.open()
 
 
 def test_held_back_tiers_neither_load_nor_store(filled, caplog):
@@ -123,7 +110,7 @@ def test_tiers_join_when_the_namespace_is_known(filled, caplog):
         stack.stack.check_integrity()
     opened = [line.split()[:2] for line in lines(caplog, logging.INFO) if "tier_open" in line]
     assert opened == [["event=tier_open", f"tier={name}"] for name in ("cpu", "fs", "shared_fs")]
-    with driver(known(), shared_fs(filled / "files"), seconds=60.0) as stack:
+    with driver(None, shared_fs(filled / "files")) as stack:
         assert stack.load([*OLD, *NEW]) == ["loaded"] * 8
 
 
@@ -150,19 +137,6 @@ def test_a_namespace_that_fails_too_late_is_one_line_and_no_error(filled, caplog
     assert "fs, shared_fs" in line
 
 
-@pytest.mark.parametrize("error", [ResourceError("files were changed"), OSError(5, "unreadable")])
-def test_a_namespace_that_cannot_be_known_holds_the_tiers_back_for_good(filled, caplog, error):
-    identity = known()
-    identity.error = error
-    with driver(identity, *both(filled), seconds=60.0) as stack:
-        stack.until(lambda: bool(lines(caplog, logging.ERROR)))
-        assert stack.load(OLD) == ["missing"] * 4
-        assert stack.store(NEW) == ["stored"] * 4
-        assert stack.tier("fs").joined == stack.tier("shared_fs").joined == 0
-    (line,) = lines(caplog, logging.ERROR)
-    assert str(error) in line
-
-
 def test_a_tier_that_cannot_be_opened_then_leaves_all_held_back(tmp_path, caplog):
     identity = Identity()
     stack = driver(identity, fs(tmp_path / "slab"), {"type": "memory", "name": "below"})
@@ -176,7 +150,7 @@ def test_a_tier_that_cannot_be_opened_then_leaves_all_held_back(tmp_path, caplog
         stack.until(lambda: bool(lines(caplog, logging.ERROR)))
         assert stack.store(NEW) == ["stored"] * 4
         assert stack.tier("fs").joined == stack.tier("below").joined == 0
-    with driver(known(), fs(tmp_path / "slab"), seconds=60.0):
+    with driver(None, fs(tmp_path / "slab")):
         pass  # its root was left
 
 
@@ -200,7 +174,7 @@ def test_a_reset_while_held_back_holds_when_they_join_and_after_a_crash(filled, 
         stack.reset()
         assert stack.load(NEW) == ["missing"] * 4, "later resets go on from there"
     for folder in (filled, crashed):
-        with driver(known(), *both(folder), seconds=60.0) as stack:
+        with driver(None, *both(folder)) as stack:
             assert stack.load(OLD) == ["missing"] * 4
             assert stack.store(OLD) == ["stored"] * 4
             stack.drain()
@@ -222,13 +196,13 @@ def test_a_reset_between_the_opening_and_the_join_hands_the_tiers_over_once_more
         assert plane.control.lowers[0] is not taken[0].lowers[0]
         assert plane.control.epoch == taken[0].epoch + 1
         assert stack.load(OLD) == ["missing"] * 4
-    with driver(known(), *both(filled), seconds=60.0) as stack:
+    with driver(None, *both(filled)) as stack:
         assert stack.load(OLD) == ["missing"] * 4
 
 
 def test_a_store_in_flight_during_the_join_is_kept_and_a_load_ends_well(filled):
     """The join changes the epoch from that of no tier to theirs; that is not a reset."""
-    with driver(known(), *both(filled), seconds=60.0) as stack:
+    with driver(None, *both(filled)) as stack:
         stack.reset()
         assert stack.store(OLD) == ["stored"] * 4
     identity = Identity()
@@ -254,7 +228,7 @@ def test_closing_while_held_back_ends_the_wait(filled):
     with driver(identity, *both(filled)) as stack:
         assert stack.store(NEW) == ["stored"] * 4
     assert identity.cancelled
-    with driver(known(), *both(filled), seconds=60.0) as stack:
+    with driver(None, *both(filled)) as stack:
         assert stack.load(OLD) == ["loaded"] * 4
 
 
@@ -280,7 +254,7 @@ def test_closing_while_a_tier_opens_closes_what_has_opened(tmp_path):
 
 
 def test_tiers_held_back_for_good_neither_load_nor_store(filled, caplog):
-    with driver(known(), *both(filled), seconds=60.0) as stack:
+    with driver(None, *both(filled)) as stack:
         assert stack.load(OLD) == ["loaded"] * 4
         stack.reset()
         assert stack.store(NEW) == ["stored"] * 4
@@ -300,7 +274,7 @@ def test_tiers_held_back_for_good_neither_load_nor_store(filled, caplog):
     assert lines(caplog, logging.WARNING) == [
         f"event=tier_held_back tier={name} {reason}" for name in ("fs", "shared_fs")
     ]
-    with driver(known(), *both(filled), seconds=60.0) as stack:
+    with driver(None, *both(filled)) as stack:
         assert stack.load([*OLD, *NEW]) == ["missing"] * 8, "the resets were made durable, that after it too"
 
 
@@ -320,12 +294,12 @@ def test_tiers_held_back_for_good_do_not_join(filled):
 def test_a_tier_that_missed_a_reset_is_reset_when_it_comes_back(tmp_path):
     slab, files = fs(tmp_path / "slab"), shared_fs(tmp_path / "files")
     other = fs(tmp_path / "other", name="other")
-    with driver(known(), slab, other, files, seconds=60.0) as stack:
+    with driver(None, slab, other, files) as stack:
         assert stack.store(OLD) == ["stored"] * 4
         stack.drain()
-    with driver(known(), slab, seconds=60.0) as stack:
+    with driver(None, slab) as stack:
         stack.reset()
-    with driver(known(), slab, other, files, seconds=60.0) as stack:
+    with driver(None, slab, other, files) as stack:
         assert stack.lookup(OLD) == [MISS] * 4
         assert stack.store(NEW) == ["stored"] * 4
         stack.drain()
@@ -334,5 +308,5 @@ def test_a_tier_that_missed_a_reset_is_reset_when_it_comes_back(tmp_path):
             "other": 4,
             "shared_fs": 4,
         }
-    with driver(known(), other, seconds=60.0) as stack:
+    with driver(None, other) as stack:
         assert stack.load([*OLD, *NEW]) == ["missing"] * 4 + ["loaded"] * 4

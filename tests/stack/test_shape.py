@@ -1,20 +1,15 @@
-"""How many tiers a stack takes, what a shared tier must be able to do, and what the embedder may name."""
+"""How many tiers a stack takes, and what a shared tier must be able to do."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
-import secrets
-from pathlib import Path
 
 import pytest
 from support_stack import PLAIN, Engine, keys, load, opened, parts_of, stack_file, statuses, store, whole
 from support_stack_tiers import SharedTier, backends
 
-from kvtier.config import open_stack
 from kvtier.errors import ConfigError
-from kvtier.types.namespace import Namespace
-from kvtier_cpu.region.rendezvous import Names
 
 
 async def test_eight_lower_tiers_all_get_every_block():
@@ -53,16 +48,3 @@ async def test_a_shared_tier_that_lacks_an_ability_is_refused_and_closed(ability
         async with opened(dataclasses.replace(parts, tiers=[*parts.tiers[:-1], tier])):
             pass
     assert tier.closes >= 1
-
-
-def is_there(names: Names) -> bool:
-    return Path(names.rows).exists()
-
-
-async def test_the_embedder_names_the_region():
-    engine, engine_id = Engine(PLAIN, 8), f"test-{secrets.token_hex(8)}"
-    config = stack_file(PLAIN, 4, cpu={"shared": "named"})
-    names = Names.of("/dev/shm", engine_id)
-    async with open_stack(config, Namespace(engine.layout), engine.kv_caches, engine_id=engine_id):
-        assert is_there(names)
-    assert not is_there(names)

@@ -39,7 +39,6 @@ from kvtier.types.hints import Retain
 from kvtier.types.jobs import GPUGroup, JobKind
 from kvtier.types.keys import GroupIndex
 from kvtier.types.requests import RequestInfo
-from kvtier_cpu.region.control_area import ControlShape
 
 ROWS, BLOCKS = 32, 4
 """Few rows, so that few are lent at once."""
@@ -254,7 +253,6 @@ class Proxy:
         self._others: dict[socket.socket, tuple[socket.socket, Entry]] = {}
         self._count = 0
         self._area: Area | None = None
-        self._seen = b""
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listening.bind(path)
         self._listening.listen()
@@ -306,17 +304,8 @@ class Proxy:
         if self._area is not None or not descriptors:
             return []
         self._area = Area(descriptors[1])
-        self._seen = self._area.fixed()
-        return [*differences(bytes(len(self._seen)), self._seen), (len(self._seen) - 1, self._seen[-1:])]
-
-    def _written(self) -> list[tuple[int, bytes]]:
-        """What a worker has written into the control area since this was called last."""
-        assert self._area is not None
-        shape = ControlShape(ROWS, PAGE, 1, 1, 1)
-        begin, end = (shape.sections.fields[name][1] for name in ("valid", "checksums"))
-        before, after = self._seen, self._area.fixed()
-        self._seen = after
-        return [(begin + at, some) for at, some in differences(before[begin:end], after[begin:end])]
+        seen = bytes(self._area.memory)
+        return [*differences(bytes(len(seen)), seen), (len(seen) - 1, seen[-1:])]
 
     def _pass_on(self, sock: socket.socket) -> None:
         other, entry = self._others[sock]
@@ -324,8 +313,7 @@ class Proxy:
         if not message:
             self._end(sock, entry.by)
             return
-        written = self._written() if (entry.role, entry.by) == ("worker", ENGINE) else []
-        entry = short(replace(entry, message=message, written=written))
+        entry = short(replace(entry, message=message))
         self.entries.append(entry)
         other.send(entry.message)
         if entry.by == ENGINE:

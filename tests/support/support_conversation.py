@@ -1,10 +1,10 @@
 """A recorded conversation of an engine with a stack process: how it is kept, and either end played from it.
 
 A recording is lines of JSON. The first ones are the messages, in the order in which a proxy between the two saw them:
-number and role of the connection, the end that sent it, its items and its bytes, and what that end had written into the
-rows' control area before: positions and bytes. The first message of each end greets. One without items is the end of a
-connection, which the engine has closed or the proxy has `cut`. Then come the outcomes of the engine's life, and an
-example of each item: its name, fields and bytes.
+number and role of the connection, the end that sent it, its items and its bytes, and what the stack process has written
+into the rows' control area when it hands that over: positions and bytes. The first message of each end greets. One
+without items is the end of a connection, which the engine has closed or the proxy has `cut`. Then come the outcomes of
+the engine's life, and an example of each item: its name, fields and bytes.
 """
 
 from __future__ import annotations
@@ -23,12 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 from support_service import SECONDS
 
 from kvtier.service import wire
 from kvtier.service.wire import Codec, Hello, Item
-from kvtier_cpu.region.control_area import HEADER
 
 RECORDING = Path(__file__).parents[1] / "service" / "recorded" / "protocol-1.jsonl"
 PROTOCOL, INCARNATION = 1, "recorded"
@@ -116,17 +114,10 @@ def determined(items: Iterable[Any]) -> Iterator[Item]:
 
 
 class Area:
-    """The control area beside rows, by a descriptor that stays its owner's: where a worker says what it has copied."""
+    """The control area beside rows, by a descriptor that stays its owner's."""
 
     def __init__(self, fd: int) -> None:
         self.memory = mmap.mmap(fd, os.fstat(fd).st_size)
-
-    def fixed(self) -> bytes:
-        """Its bytes, with nothing in them that differs from run to run."""
-        found = bytearray(self.memory)
-        header = np.frombuffer(found, HEADER, 1)[0]
-        header["incarnation"], header["rows_device"], header["rows_inode"] = 1, 0, 0
-        return bytes(found)
 
     def write(self, written: Iterable[tuple[int, bytes]]) -> None:
         """Write these bytes."""
@@ -135,9 +126,8 @@ class Area:
 
     def compare(self, written: Iterable[tuple[int, bytes]]) -> None:
         """Raise AssertionError unless it has these bytes."""
-        found = self.fixed()
         for at, some in written:
-            assert found[at : at + len(some)] == some, f"the control area is another one at byte {at}"
+            assert self.memory[at : at + len(some)] == some, f"the control area is another one at byte {at}"
 
 
 def differences(before: bytes, after: bytes) -> list[tuple[int, bytes]]:
@@ -168,15 +158,11 @@ def rows_of(entries: Sequence[Entry]) -> tuple[int, int]:
 
 @dataclass(slots=True)
 class Connection:
-    """A connection of a player, and the items that came and were not compared. `received` counts messages.
-
-    `area` is the control area that a worker has the descriptor of.
-    """
+    """A connection of a player, and the items that came and were not compared. `received` counts messages."""
 
     sock: socket.socket
     role: str
     sent_by: str
-    area: Area | None = None
     items: deque[Item] = field(default_factory=deque)
     received: int = 0
 
@@ -197,8 +183,8 @@ class Connection:
 class Player:
     """Plays one end of a recording: sends its messages as they were, and compares what comes with the other end's.
 
-    A message is sent once all is there that came before it; `wait` returns when it was handled. What was written into
-    the control area is written and compared too. Where the proxy has cut the connections they end after `cut` was
+    A message is sent once all is there that came before it; `wait` returns when it was handled. The control area is
+    compared too. Where the proxy has cut the connections they end after `cut` was
     called.
     """
 
@@ -265,9 +251,6 @@ class Player:
         if not entry.message:
             self._close(entry)
         elif connection is not None:
-            if self._end == ENGINE and entry.written:
-                assert connection.area is not None
-                connection.area.write(entry.written)
             given = self._rows if entry.greets and entry.role == "worker" else ()
             socket.send_fds(connection.sock, [entry.message], given)
         else:
@@ -294,21 +277,17 @@ class Player:
                 assert connection.receive(), f"the connection has ended, {expected} was to come"
             found = connection.items.popleft()
             assert found == expected, f"{found} came, not {expected}"
-        if entry.written and connection.area is not None:
-            connection.area.compare(entry.written)
 
     def _compare_greeting(self, entry: Entry) -> None:
         (expected,) = determined(entry.decode()[1])
         if self._end == SERVICE:
             assert isinstance(expected, Hello)
             sock, found = self._accept(expected)
-            area = Area(self._rows[1]) if entry.role == "worker" else None
-            self._connections[entry.connection] = Connection(sock, entry.role, ENGINE, area)
+            self._connections[entry.connection] = Connection(sock, entry.role, ENGINE)
         else:
-            connection = self._connections[entry.connection]
-            found, connection.area = _greeting(connection.sock)
-            if entry.written and connection.area is not None:
-                connection.area.compare(entry.written)
+            found, area = _greeting(self._connections[entry.connection].sock)
+            if entry.written and area is not None:
+                area.compare(entry.written)
         assert found == expected, f"{found} came, not {expected}"
 
     def _accept(self, expected: Hello) -> tuple[socket.socket, Item]:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from kvtier.tier.contract import TierContext
-from kvtier.types.arrays import IntArray, int_array
+from kvtier.types.arrays import int_array
 from kvtier.types.geometry import Geometry
 from kvtier.types.gpu_runs import GPURuns
 from kvtier.types.jobs import GPUGroup, JobKind, TransferJob
@@ -25,25 +25,8 @@ class MmapRows:
 
     def __init__(self, geometry: Geometry, num_rows: int, file: int = -1) -> None:
         self.num_rows, self.row_bytes = num_rows, geometry.row_bytes
-        counters = geometry.world_size * num_rows
-        at = -(-num_rows * self.row_bytes // 8) * 8
-        self._mapping = mmap.mmap(file, at + 16 * counters)
-        shape = (geometry.world_size, num_rows)
-        self.view = np.frombuffer(self._mapping, np.uint8, num_rows * self.row_bytes).reshape(num_rows, self.row_bytes)
-        self.stamps = np.frombuffer(self._mapping, np.int64, counters, at).reshape(shape)
-        self.uses = np.frombuffer(self._mapping, np.int64, counters, at + 8 * counters).reshape(shape)
-
-    def stamp(self, worker: int, rows: IntArray, generations: IntArray) -> None:
-        self.stamps[worker, rows] = generations
-
-    def stamped(self, rows: IntArray, generations: IntArray) -> np.ndarray:
-        return (self.stamps[:, rows] == generations).all(axis=0)
-
-    def end_use(self, worker: int, rows: IntArray) -> None:
-        np.add.at(self.uses[worker], rows, 1)
-
-    def uses_ended(self, worker: int, rows: IntArray) -> IntArray:
-        return self.uses[worker, rows]
+        self._mapping = mmap.mmap(file, num_rows * self.row_bytes)
+        self.view = np.frombuffer(self._mapping, np.uint8).reshape(num_rows, self.row_bytes)
 
     def checksum(self, row: int) -> bytes:
         return b""
@@ -53,7 +36,7 @@ class MmapRows:
 
     def close(self) -> None:
         """Unmap. BufferError if anyone still holds a view."""
-        self.view = self.stamps = self.uses = np.empty(0, np.uint8)
+        self.view = np.empty(0, np.uint8)
         self._mapping.close()
 
 
@@ -100,7 +83,7 @@ def make_worker(
 
 
 def context(geometry: Geometry, tensors: Sequence[torch.Tensor], rows: MmapRows | None, worker: int = 0) -> TierContext:
-    return TierContext("gpu", geometry, Namespace(geometry.layout), time.monotonic, "test", worker, tensors, rows)
+    return TierContext("gpu", geometry, Namespace(geometry.layout), time.monotonic, worker, tensors, rows)
 
 
 def keys(count: int, group: int = 0) -> tuple[OffloadKey, ...]:
@@ -162,7 +145,7 @@ def naive_copy(
 
 
 def naive_whole_rows(geometry: Geometry, work: TransferJob) -> set[int]:
-    """The rows whose every sub-block a job writes."""
+    """The rows whose every sub-block a job writes once."""
     subs: dict[int, list[int]] = {}
     for one in work.groups:
         for row, sub, _ in naive_pages(one):

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hypothesis import strategies as st
-from support_gpu import MmapRows, job, naive_whole_rows, runs_of, transfer
+from support_gpu import job, naive_whole_rows, runs_of, transfer
 
 from kvtier.types.geometry import Geometry, GroupLayout, KVLayout, TensorRef
-from kvtier.types.jobs import TransferJob
+from kvtier.types.jobs import LOADED, DropReason, JobResult, TransferJob, dropped
 
 NUM_BLOCKS = 17
+PARTIAL = dropped(DropReason.PARTIAL)
 NUM_ROWS = 9
 
 
@@ -69,12 +69,9 @@ def total(geometry: Geometry, work: TransferJob) -> int:
     return sum(len(one.runs.gpu_blocks) * geometry.page_bytes(one.group) for one in work.groups)
 
 
-def check_stamps(case: Case, rows: MmapRows, workers: Sequence[int] | None = None) -> None:
-    """Only rows the first job filled whole are stamped; each row's use ended once a job and worker."""
+def check_outcomes(case: Case, into_rows: JobResult, to_gpu: JobResult) -> None:
+    """Of the first job only blocks that it filled whole are loaded, the others are partial; the second one succeeds."""
     whole = naive_whole_rows(case.geometry, case.jobs[0])
-    generations = {int(row): int(one.generations[i]) for one in case.jobs[0].groups for i, row in enumerate(one.rows)}
-    uses = [sum(row in one.rows for work in case.jobs for one in work.groups) for row in range(NUM_ROWS)]
-    for worker in range(case.geometry.world_size) if workers is None else workers:
-        want = [generations[row] if row in whole else 0 for row in range(NUM_ROWS)]
-        assert rows.stamps[worker].tolist() == want
-        assert rows.uses[worker].tolist() == uses
+    for group, outcomes in zip(case.jobs[0].groups, into_rows.outcomes, strict=True):
+        assert outcomes == tuple(LOADED if row in whole else PARTIAL for row in group.rows.tolist())
+    assert to_gpu.ok

@@ -18,39 +18,42 @@ from kvtier.types.namespace import Namespace
 
 
 class Identity:
-    """What a stack's `refine` is given here: it ends with `answer`, or with `error` if there is one."""
+    """What completes a namespace: it ends with `answer`, or with `error` if there is one."""
 
     def __init__(self, weights: str = "w") -> None:
         self.weights = weights
         self.error: Exception | None = None
-        self.cancelled = False
-        self._gate = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._named: asyncio.Future[Namespace] | None = None
 
-    async def __call__(self, namespace: Namespace, notes: Sequence[str]) -> Namespace:
+    def begin(self, namespace: Namespace) -> asyncio.Future[Namespace]:
+        """Call in the stack's loop: the namespace once it is known."""
         self._loop = asyncio.get_running_loop()
-        try:
-            await self._gate.wait()
-        except asyncio.CancelledError:
-            self.cancelled = True
-            raise
-        if self.error is not None:
-            raise self.error
-        return dataclasses.replace(namespace, weights=self.weights)
+        self._named, self._namespace = self._loop.create_future(), namespace
+        return self._named
+
+    @property
+    def cancelled(self) -> bool:
+        return self._named is not None and self._named.cancelled()
 
     def answer(self) -> None:
-        """From any thread, before or after it was asked."""
-        if self._loop is None:
-            self._gate.set()
+        """From any thread."""
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._answer)
+
+    def _answer(self) -> None:
+        assert self._named is not None
+        if self.error is not None:
+            self._named.set_exception(self.error)
         else:
-            self._loop.call_soon_threadsafe(self._gate.set)
+            self._named.set_result(dataclasses.replace(self._namespace, weights=self.weights))
 
 
 class Driver:
     """One open stack, whose loop turns only within a call. Use it in a `with` block."""
 
-    def __init__(self, parts: StackParts, engine: Engine) -> None:
-        self.parts, self.engine = parts, engine
+    def __init__(self, parts: StackParts, engine: Engine, identity: Identity | None = None) -> None:
+        self.parts, self.engine, self.identity = parts, engine, identity
         self._runner = asyncio.Runner()
         self.stack = TierStack(parts)
 
@@ -96,10 +99,16 @@ class Driver:
 
     def open(self) -> None:
         try:
-            self._runner.run(self.stack.open())
+            self._runner.run(self._open())
         except BaseException:
             self._runner.close()
             raise
+
+    async def _open(self) -> None:
+        if self.identity is not None:
+            joins = self.identity.begin(self.parts.namespace)
+            self.stack._parts = dataclasses.replace(self.parts, joins=joins)
+        await self.stack.open()
 
     def close(self) -> None:
         self._runner.run(self.stack.close())

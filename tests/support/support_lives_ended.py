@@ -61,9 +61,6 @@ class Ends:
     async def _found(self, root: Path, io_engine: str) -> int:
         """Reopen, load all, compare every byte; the root must be free, too."""
         found = await right_bytes_or_misses(root, io_engine)
-        left = self.lives.names_left()
-        self.tally.leaks += len(left)
-        self.tally.expect(not left, f"names are left in shared memory: {left}")
         self.tally.notes["blocks compared after reopening"] += found
         return found
 

@@ -23,9 +23,8 @@ GPU_BLOCKS = 64
 class ArrayWorker(LoadStore):
     """Worker `worker` with `pages[group]` of shape (GPU_BLOCKS, page bytes).
 
-    `forgets` are rows it copies but does not stamp, `refuses` rows it reports as failed; `raises` ends every call;
-    `gate`, while it is set to an unset event, holds every call. `seen` are the jobs it was
-    given, `entered` is set once there was one.
+    `refuses` are rows it reports as failed; `raises` ends every call; `gate`, while it is set to an unset event, holds
+    every call. `seen` are the jobs it was given, `entered` is set once there was one.
     """
 
     medium = GPU
@@ -40,7 +39,6 @@ class ArrayWorker(LoadStore):
         ]
         self.rows: Rows | None = None
         self.seen: list[TransferJob] = []
-        self.forgets: set[int] = set()
         self.refuses: dict[int, BlockOutcome] = {}
         self.raises: BaseException | None = None
         self.gate: asyncio.Event | None = None
@@ -78,12 +76,8 @@ class ArrayWorker(LoadStore):
                     place[:] = page
                 else:
                     page[:] = place
-            rows = group.rows.tolist()
-            if to_rows:
-                done = [i for i, row in enumerate(rows) if row not in self.forgets and row not in self.refuses]
-                self.rows.stamp(self.worker, group.rows[done], group.generations[done])
-            self.rows.end_use(self.worker, group.rows)
-            outcomes.append(tuple(self.refuses.get(row, LOADED if to_rows else STORED) for row in rows))
+            done = LOADED if to_rows else STORED
+            outcomes.append(tuple(self.refuses.get(row, done) for row in group.rows.tolist()))
         self.calls_ended += 1
         return JobResult(job.job_id, tuple(outcomes))
 

@@ -51,14 +51,12 @@ class Lives:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._count = 0
-        self._names = folder / "names"
-        self._names.touch()
 
     def begin(self, life: str, root: Path, io_engine: str = "threads", how: str = "", seconds: float = 60.0) -> Path:
         """Start a life; returns the file that its words go to."""
         self._count += 1
         script = Path(__file__).with_name("support_shutdown_lives.py")
-        command = [sys.executable, script, self._names, life, root, io_engine, how]
+        command = [sys.executable, script, life, root, io_engine, how]
         out, err = (self._folder / f"{self._count}.{name}" for name in ("out", "err"))
         with out.open("w") as stdout, err.open("w") as stderr:
             self._process = warm.Popen(command, whole_end=True, cwd=PROJECT, stdout=stdout, stderr=stderr)
@@ -80,10 +78,6 @@ class Lives:
         """A whole life."""
         self.begin(life, root, io_engine, how)
         return self.end()
-
-    def names_left(self) -> list[str]:
-        """The names in shared memory that a life has made, and that exist now."""
-        return [name for name in self._names.read_text().splitlines() if os.path.lexists(name)]
 
 
 def quiet(stderr: str) -> bool:

@@ -1,7 +1,4 @@
-"""Lives of processes with open stacks: `python support_shutdown_lives.py NAMES LIFE ROOT IO_ENGINE HOW`.
-
-NAMES is a file that gets a line for each name that the life makes in shared memory.
-"""
+"""Lives of processes with open stacks: `python support_shutdown_lives.py LIFE ROOT IO_ENGINE HOW`."""
 
 from __future__ import annotations
 
@@ -14,13 +11,11 @@ import sys
 import tempfile
 import time
 import warnings
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from support_stack import Engine, fs, keys, parts_of, stack_file, until, whole
 
-from faults.machine.shared_names import record_names
 from kvtier.client.private import PrivateStack
 from kvtier.config import StackConfig
 from kvtier.engines.process_stack import ProcessStack
@@ -270,12 +265,6 @@ LIVES = {
 }
 
 
-def _record(names: Path, name: str) -> None:
-    with names.open("a") as file:
-        file.write(f"{name}\n")
-
-
 if __name__ == "__main__":
-    names, life, *arguments = sys.argv[1:]
-    record_names(partial(_record, Path(names)))
+    life, *arguments = sys.argv[1:]
     LIVES[life](*arguments)

@@ -13,13 +13,11 @@ from kvtier.tier.contract import (
     AnswersLookups,
     AttachesRows,
     FencesCopies,
-    HasWords,
-    JoinsRows,
+    FitsGeometry,
     LoadStore,
     ProbesAlignment,
     ProvidesRows,
     Resettable,
-    SharedRows,
     StatesEpoch,
 )
 from kvtier.tier.registry import DryRuns, EmbedsServer, discover
@@ -28,7 +26,7 @@ OF_INSTANCES = {
     AnswersLookups,
     AttachesRows,
     FencesCopies,
-    JoinsRows,
+    FitsGeometry,
     ProbesAlignment,
     ProvidesRows,
     Resettable,
@@ -36,11 +34,9 @@ OF_INSTANCES = {
     DryRuns,
     EmbedsServer,
 }
-OF_ROWS = {HasWords, SharedRows}
-"""What the rows of a tier may have besides, not the tier."""
 EXPECTED = {
     "gpu": {FencesCopies},
-    "cpu": {AttachesRows, ProvidesRows, JoinsRows},
+    "cpu": {AttachesRows, FitsGeometry, ProvidesRows},
     "fs": {ProbesAlignment, Resettable, DryRuns},
     "shared_fs": {AnswersLookups, ProbesAlignment, Resettable, StatesEpoch, DryRuns},
     "valkey": {AnswersLookups, Resettable, StatesEpoch, DryRuns, EmbedsServer},
@@ -83,7 +79,7 @@ def test_every_protocol_of_instances_is_listed_here() -> None:
         for value in vars(module).values()
         if getattr(value, "_is_protocol", False) and getattr(value, "_is_runtime_protocol", False)
     }
-    assert found == OF_INSTANCES | OF_ROWS
+    assert found == OF_INSTANCES
 
 
 @pytest.mark.parametrize("kind", EXPECTED)

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from engines import KINDS, SEED, Answer, engine, make_model, prompts
 
 if TYPE_CHECKING:
-    from support_fake_drivers import Drivers
+    from support_served_stacks import ServedStacks
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 UNITS = [
@@ -82,14 +82,14 @@ def plain(models, tmp_path_factory) -> dict[str, Answer]:
     return found
 
 
-@pytest.fixture(params=["embedded", "process"])
-def driver(request: pytest.FixtureRequest, short_folder: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Drivers]:
-    """Both drivers for the `FakeEngine`s of a test."""
-    from support_fake_drivers import make_drivers  # which imports vLLM
+@pytest.fixture
+def stacks(short_folder: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServedStacks]:
+    """The stack processes of the `FakeEngine`s of a test."""
+    from support_served_stacks import serve_here  # which imports vLLM
 
-    drivers = make_drivers(request.param, short_folder, monkeypatch)
-    yield drivers
-    drivers.stop()
+    served = serve_here(short_folder, monkeypatch)
+    yield served
+    served.stop()
 
 
 @pytest.fixture

@@ -46,8 +46,6 @@ PAGE = 4096
 AS_0_33 = hasattr(OffloadingManager, "on_reset_flushed")
 """The installed release ends a step after its stores, and says when the copies from before a reset have ended."""
 BATCHES_IN_FLIGHT = 2
-DRIVER = {"driver": "embedded"}
-"""The key of `kv_connector_extra_config` for the driver of a test; see the fixture `driver`."""
 
 
 def offloading_config(stack: dict[str, Any], **changes: Any) -> OffloadingConfig:
@@ -58,7 +56,7 @@ def offloading_config(stack: dict[str, Any], **changes: Any) -> OffloadingConfig
         groups=tuple(OffloadingGroupConfig(16, (f"layer.{group}",), group) for group in group_ids),
         worker_kv_bytes_per_block=changes.pop("page_bytes", PAGE),
         enable_kv_cache_events=True,
-        extra_config={"spec_name": "KVTierSpec", "stack": stack, **DRIVER, **changes.pop("extra", {})},
+        extra_config={"spec_name": "KVTierSpec", "stack": stack, **changes.pop("extra", {})},
         engine_id=changes.pop("engine_id", uuid.uuid4().hex),
         model=OffloadingModelConfig(changes.pop("model", "fake"), "float32"),
         cache=OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=changes.pop("factor", 1)),

@@ -61,7 +61,6 @@ def measure(row: Row, folder: Path) -> Restored:
     """Run one row: without a connector, cold, from the CPU tier, from the disk and from Valkey in new engines."""
     run_forked(build, row, folder)
     settings, ask = placed(row.engine, folder), placed(row.ask, folder)
-    settings["connector"] = {"driver": "process", **settings.get("connector", {})}
     start = partial(engine, folder / "model", folder, **settings)
     with engine(
         folder / "model", folder, **{key: value for key, value in settings.items() if key != "connector"}

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from fake_engine import AS_0_33, FakeEngine, Request
-from support_fake_drivers import Drivers
+from support_served_stacks import ServedStacks
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import (
     OffloadingEventGroupSpec,
@@ -90,19 +90,17 @@ class PublishingEngine(FakeEngine):
         super().step()
         self.publish()
 
-    def settle(self, driver: Drivers) -> None:
+    def settle(self, stacks: ServedStacks) -> None:
         """Step until all is published that the stack has to say of its blocks. A stack process says it later."""
         self.step()
-        if not driver.is_process:
-            return
-        pool, core, until = driver.stack_of(self), self.real._driver._core, time.monotonic() + 60.0
+        pool, core, until = stacks.stack_of(self), self.real._driver._core, time.monotonic() + 60.0
         rounds = 0
         while rounds < 2:
             assert time.monotonic() < until
             heard = self.router.heard
             core.ask_stats()  # what it answers comes behind what it had to say
-            driver.eventually(self, lambda: not core.stats_pending)
-            quiet = driver.call(
+            stacks.eventually(self, lambda: not core.stats_pending)
+            quiet = stacks.call(
                 self, lambda: pool.plane.idle and not any(each.events for each in pool.sessions.values())
             )
             self.step()

@@ -21,7 +21,7 @@ from kvtier.engines.digests import ContentDigests
 from kvtier.engines.vllm import adapters
 from kvtier.engines.vllm.adapters import AdapterKeys, content_in_keys
 
-pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("driver")]
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("stacks")]
 
 
 class Request(SimpleNamespace):

@@ -9,11 +9,11 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from fake_engine import PAGE, FakeEngine, offloading_config, stack
-from support_fake_drivers import Drivers
+from fake_engine import PAGE, FakeEngine, content, offloading_config, stack
 from support_following import FollowingLRU
+from support_served_stacks import ServedStacks
 from support_valkey import valkey_server
-from vllm.v1.kv_offload.base import CanonicalKVCaches, make_offload_key
+from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec, ScheduleEndContext, make_offload_key
 
 from kvtier.engines.vllm import KVTierSpec
 from kvtier.engines.vllm.primary import worker
@@ -22,12 +22,12 @@ from kvtier.engines.vllm.settings import engine_plan
 from kvtier.errors import ConfigError
 from kvtier.policy import POLICIES
 from kvtier.service.pool import Pool
-from kvtier.stack import EngineStack, StackStats
+from kvtier.stack import StackStats
 from kvtier.tier.contract import Opened, TierContext
 from kvtier_remote import ValkeyBackend
 from kvtier_remote.valkey.transport import ValkeyTransport
 
-pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("driver")]
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("stacks")]
 
 
 def words(rng: random.Random, prefixes: int = 3) -> list[int]:
@@ -67,10 +67,8 @@ def test_every_loaded_byte_is_its_keys_and_every_request_ends(root, seed, shape,
 @pytest.mark.parametrize("delay_seconds", [0.0, 0.01])
 def test_a_reset_with_two_batches_in_flight_lets_no_old_copy_into_a_new_row(root, seed, monkeypatch, delay_seconds):
     """How many of the random prompts are hits depends on the stack's speed. What is stored at rest always is one."""
-    for kind in (EngineStack, Pool):
-        deliver = kind._deliver
-        late = lambda *given, deliver=deliver: (time.sleep(delay_seconds), deliver(*given))  # noqa: E731
-        monkeypatch.setattr(kind, "_deliver", late)
+    deliver = Pool._deliver
+    monkeypatch.setattr(Pool, "_deliver", lambda *given: (time.sleep(delay_seconds), deliver(*given)))
     rng = random.Random(seed)
     with FakeEngine(offloading_config(stack(root, 10)), seed, num_blocks=256) as engine:
         for round_number in range(40):
@@ -100,10 +98,10 @@ def test_nothing_from_before_a_reset_is_a_hit_also_after_a_restart(root, seed):
         assert_hits(engine, prompt, 4)  # stored again after the reset
 
 
-def at_rest(driver: Drivers, engine: FakeEngine) -> StackStats:
+def at_rest(stacks: ServedStacks, engine: FakeEngine) -> StackStats:
     """The figures once nothing is on its way to the disk."""
     until = time.monotonic() + 60.0
-    while (stats := driver.stats(engine)).backlog or stats.tiers["cpu"].slots["filling"]:
+    while (stats := stacks.stats(engine)).backlog or stats.tiers["cpu"].slots["filling"]:
         assert time.monotonic() < until
         time.sleep(0.005)
     return stats
@@ -136,7 +134,7 @@ def test_a_restart_hits_from_disk(root, seed):
 
 @pytest.mark.parametrize("factor", [1, 3])
 @pytest.mark.parametrize("workers", [1, 2])
-def test_each_group_stores_what_it_fills_of_a_block_and_nothing_else(driver, root, seed, workers, factor):
+def test_each_group_stores_what_it_fills_of_a_block_and_nothing_else(stacks, root, seed, workers, factor):
     """On the disk: its own bytes, in whole pages, behind a header. In memory every row is as long as the longest."""
     fills, block_bytes = [8 * PAGE, 2 * PAGE, 3 * PAGE - 64], 8 * PAGE
     shape = {"group_ids": (0, 1, 2), "page_bytes": block_bytes, "world_size": workers, "factor": factor}
@@ -149,12 +147,35 @@ def test_each_group_stores_what_it_fills_of_a_block_and_nothing_else(driver, roo
                 assert_hits(engine, [*prompt, *([99] if hit else [])], hit)
             if hit:
                 continue
-            tier = at_rest(driver, engine).tiers["fs"]
+            tier = at_rest(stacks, engine).tiers["fs"]
             assert tier.stored == len(prompts) * 4 * len(fills)
             payload = sum(fills) * workers * factor * len(prompts) * 4
             aligned = sum(-(-filled * workers * factor // PAGE) * PAGE for filled in fills) * len(prompts) * 4
             assert payload <= tier.store_bytes <= aligned
             assert tier.written_bytes == aligned + tier.stored * PAGE
+
+
+@pytest.mark.parametrize(("blocks", "first"), [([1, 2, 3, 4, 5], 1), ([1, 0, 3, 4, 5, 6], 0), ([1, 2, 4, 5, 6], 0)])
+def test_a_block_that_is_stored_in_part_is_no_hit(stacks, root, seed, blocks, first):
+    """vLLM leaves null blocks out: the first chunk lacks its head, the first lacks a block, or it is not said which."""
+    with FakeEngine(offloading_config(stack(root, 30, row_bytes=3 * PAGE), factor=3), seed) as engine:
+        request, (gpu,) = engine.add([1, 2]), engine.workers
+        engine.waiting.clear()
+        keys, context = request.keys[0], request.context
+        until = time.monotonic() + 60.0
+        while engine._hits(request) is None or (stored := engine.manager.prepare_store(keys, context)) is None:
+            assert time.monotonic() < until
+            engine.manager.on_schedule_end(ScheduleEndContext([], ()))
+        for sub, block in enumerate(blocks[-3:]):
+            engine.tensors[0][block] = content(keys[1], 0, sub)
+        assert gpu.submit_store(1, GPULoadStoreSpec(blocks, [len(blocks)], [first]), stored.store_spec)
+        gpu.wait({1})
+        assert [result.success for result in gpu.get_finished()] == [True], "or vLLM would end the engine"
+        engine.manager.complete_store(keys, context)
+        engine.manager.on_request_finished(context)
+        engine.run()
+        assert_hits(engine, [1, 2, 3], 0)
+        assert_hits(engine, [1, 2, 3], 3)
 
 
 @pytest.mark.parametrize("change", [{"model": "other"}, {"page_bytes": 2 * PAGE}])
@@ -197,55 +218,6 @@ def test_events_say_what_became_reachable_and_what_ceased_to_be(root, seed):
     assert sum(len(event.keys) for event in events if event.medium.value == "STORAGE") == 18
 
 
-def under_executor(monkeypatch, executor: object) -> None:
-    """Let the workers find a configuration of vLLM that names its executor."""
-    found = executor and SimpleNamespace(parallel_config=SimpleNamespace(distributed_executor_backend=executor))
-    monkeypatch.setattr(worker, "get_current_vllm_config_or_none", lambda: found)
-
-
-@pytest.mark.parametrize(
-    ("executor", "workers", "cpu", "expected"),
-    [
-        ("uni", 1, {}, "private"),
-        ("uni", 1, {"populate": False}, "named"),
-        ("uni", 1, {"huge_pages": False}, "named"),
-        ("uni", 2, {}, "named"),
-        ("mp", 1, {}, "named"),
-        ("ray", 1, {}, "named"),
-        (object, 1, {}, "named"),
-        (None, 1, {}, "named"),
-    ],
-)
-def test_only_a_worker_that_surely_is_in_the_schedulers_process_gets_private_rows(
-    driver, root, seed, monkeypatch, executor, workers, cpu, expected
-):
-    under_executor(monkeypatch, executor)
-    described = stack(root, 40, row_bytes=PAGE * workers)
-    described["tiers"][0] |= {"huge_pages": True, **cpu}
-    with FakeEngine(offloading_config(described, world_size=workers), seed) as engine:
-        mode = "memfd" if driver.is_process else expected  # whoever runs the worker
-        assert driver.stats(engine).tiers["cpu"].mode.startswith(mode)
-        assert_hits(engine, [1, 2, 3, 4], 0)
-        assert_hits(engine, [1, 2, 3, 4, 5], 4)
-
-
-def test_private_rows_serve_as_named_ones_do_also_over_a_reset_and_a_restart(root, seed, monkeypatch):
-    under_executor(monkeypatch, "uni")
-    rng = random.Random(seed)
-    described = stack(root, 12)
-    described["tiers"][0]["huge_pages"] = True
-    for _ in range(2):
-        with FakeEngine(offloading_config(described, engine_id="again"), seed, num_blocks=256) as engine:
-            for round_number in range(20):
-                engine.add(words(rng))
-                if round_number == 10:  # with transfers in flight
-                    engine.step()
-                    engine.reset()
-                else:  # to the end, so that a later prompt finds what this one stored
-                    engine.run()
-            assert_stored_and_served(engine, [-1, -2, -3])
-
-
 def test_a_worker_that_cannot_open_leaves_no_thread(root, seed, monkeypatch):
     def missing(*_: object) -> None:
         raise ConfigError("no models")
@@ -273,17 +245,17 @@ def test_what_cannot_be_served_is_refused_by_name(root, config, named):
         KVTierSpec(offloading_config(stack(root, 8), **config))
 
 
-def test_each_data_parallel_engine_keeps_files_of_its_own_unless_they_share_a_stack_process(driver, root):
+def test_data_parallel_engines_have_the_files_of_their_stack_in_common(root):
     record = {"folder": str(root / "traces"), "max_bytes": "64MiB"}
     paths = {"state_dir": str(root / "state"), "stats_socket": str(root / "stats")}
     config = stack(root, 8) | paths | {"record": record}
-    for engines, ends in ((1, [""]), (2, ["", ""] if driver.is_process else ["-0", "-1"])):
-        for index, end in enumerate(ends):
+    for engines in (1, 2):
+        for index in range(engines):
             parallel = {"data_parallel_index": index, "data_parallel_size": engines}
             planned = engine_plan(offloading_config(config, parallel=parallel)).stack
             assert planned.record is not None
             found = (planned.state_dir, planned.stats_socket, planned.record.folder, planned.tiers[1].roots[0])
-            assert found == tuple(f"{path}{end}" for path in (root / "state", root / "stats", root / "traces", root))
+            assert found == tuple(map(str, (root / "state", root / "stats", root / "traces", root)))
 
 
 @pytest.mark.parametrize(("probes", "keys_most"), [(False, 64), (True, 12)])
@@ -322,7 +294,7 @@ def test_unknown_keys_of_a_request_are_looked_up_together(root, seed, monkeypatc
                 assert engine.wrong == 0
 
 
-def test_policies_that_follow_requests_are_given_prompts_and_output_lengths(driver, root, seed, monkeypatch):
+def test_policies_that_follow_requests_are_given_prompts_and_output_lengths(stacks, root, seed, monkeypatch):
     monkeypatch.setitem(POLICIES, "following", lambda: FollowingLRU)
     described = stack(root, 50)
     described["tiers"][0]["policy"] = "following"
@@ -332,16 +304,16 @@ def test_policies_that_follow_requests_are_given_prompts_and_output_lengths(driv
         for number, request in enumerate(requests):
             request.context.set_state(ServedRequest(SimpleNamespace(num_output_tokens=100 + number), 0.0))
         engine.run()
-        model = driver.calls(engine, "end", len(requests))
-    begun = {driver.of_engine(use.request_id): len(use.keys) for use in model.uses if use.group == 0}
+        model = stacks.calls(engine, "end", len(requests))
+    begun = {stacks.of_engine(use.request_id): len(use.keys) for use in model.uses if use.group == 0}
     assert begun == {request.context.req_id: len(request.keys[0]) for request in requests}
-    ended = [(driver.of_engine(name), tokens) for name, tokens in model.told("end")]
+    ended = [(stacks.of_engine(name), tokens) for name, tokens in model.told("end")]
     assert sorted(ended) == sorted((request.context.req_id, 100 + number) for number, request in enumerate(requests))
 
 
 @pytest.mark.parametrize("group_ids", [(0,), (1, 4)])
 def test_policies_that_follow_requests_are_given_the_blocks_of_the_output_once(
-    driver, root, seed, monkeypatch, group_ids
+    stacks, root, seed, monkeypatch, group_ids
 ):
     monkeypatch.setitem(POLICIES, "following", lambda: FollowingLRU)
     described = stack(root, 50)
@@ -357,6 +329,6 @@ def test_policies_that_follow_requests_are_given_the_blocks_of_the_output_once(
             manager.prepare_store([], context)
         names = [[manager._ids.to_kvtier(key) for key in keys] for keys in grown]
         engine.run()
-        model = driver.calls(engine, "extend", len(names) * len(group_ids))
+        model = stacks.calls(engine, "extend", len(names) * len(group_ids))
     by_group = [(context.req_id, group, [keys[group]]) for keys in names for group in range(len(group_ids))]
-    assert [(driver.of_engine(name), *more) for name, *more in model.told("extend")] == by_group
+    assert [(stacks.of_engine(name), *more) for name, *more in model.told("extend")] == by_group

@@ -17,7 +17,7 @@ from kvtier.options import TierOptions
 from kvtier.tier.contract import Opened, TierContext
 from kvtier_gpu import GPUBackend
 
-pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("driver")]
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("stacks")]
 
 
 class GPUOnDevice(GPUBackend):

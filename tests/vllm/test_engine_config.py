@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 from fake_engine import FakeEngine, offloading_config, stack
-from support_fake_drivers import make_drivers
-from support_protections_engine import without_shares, without_the_question_for_continuation
+from support_protections_engine import without_the_question_for_continuation
 from vllm.config import CacheConfig, KVTransferConfig, ParallelConfig, SchedulerConfig, VllmConfig
 from vllm.platforms import CpuArchEnum, current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -27,7 +26,6 @@ from kvtier.engines.vllm.engine_config import (
     start_lines,
 )
 from kvtier.engines.vllm.settings import engine_plan
-from kvtier.errors import ConfigError
 
 pytestmark = pytest.mark.engine
 CAPACITY = 8 << 20
@@ -90,74 +88,41 @@ def stored_bytes(folder: Path) -> int:
 # -- engines of one launch ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_the_ranks_of_a_dense_model_have_a_share_each_and_no_folder_in_common(root, size):
-    plans = []
-    for index in range(size):
-        config = launch(size, index)
-        plans.append(engine_plan(offloading_config(stack(root, 60), **named(config))))
-    cpu, fs = zip(*(plan.stack.tiers for plan in plans), strict=True)
-    assert len({path for options in fs for path in options.roots}) == size
-    assert sum(options.capacity for options in fs) <= 32 << 20
-    assert sum(options.cpu_bytes_to_use for options in cpu) <= 60 * 4096
-    assert [options.roots[0] for options in fs] == ([str(root)] if size == 1 else [f"{root}-{i}" for i in range(size)])
-
-
 def test_the_ranks_of_a_dense_model_have_one_stack_in_a_process_of_its_own(root):
     plans = []
     for index in range(3):
-        given = offloading_config(stack(root, 60), **named(launch(3, index)), extra={"driver": "process"})
+        given = offloading_config(stack(root, 60), **named(launch(3, index)))
         plans.append(engine_plan(given))
     assert len({plan.stack.model_dump_json() for plan in plans}) == 1, "they find the same process"
     cpu, fs = plans[0].stack.tiers
     assert (cpu.cpu_bytes_to_use, fs.capacity, fs.roots) == (60 * 4096, 32 << 20, [str(root)])
 
 
-def test_two_ranks_serve_and_stay_within_one_capacity(driver, tmp_path):
+def test_two_ranks_serve_and_stay_within_one_capacity(stacks, tmp_path):
     root = tmp_path / "root"
     with dense(root, 2, 0) as one, dense(root, 2, 1) as two:
         for engine in (one, two):
             fill(engine)
             assert engine.wrong == 0
     assert CAPACITY // 2 < stored_bytes(tmp_path) <= CAPACITY
-    assert {path.name for path in tmp_path.iterdir()} == ({"root"} if driver.is_process else {"root-0", "root-1"})
+    assert {path.name for path in tmp_path.iterdir()} == {"root"}
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_root_of_the_embedded_driver_is_warm_for_a_stack_process(tmp_path, short_folder, monkeypatch, request, size):
-    """Also that of the only rank of a launch that stored something."""
-    root = tmp_path / "root"
-    with dense(root, size, 0) as engine:
+def test_the_root_of_a_rank_of_an_earlier_release_is_warm(stacks, tmp_path):
+    """Each rank had a folder of its own; of this launch only the first one stored something."""
+    with dense(tmp_path / "root-0", 1, 0) as engine:
         engine.add([1, 2, 3])
         engine.run()
-    assert {path.name for path in tmp_path.iterdir()} == {"root" if size == 1 else "root-0"}
-    drivers = make_drivers("process", short_folder, monkeypatch)
-    request.addfinalizer(drivers.stop)
-    for index in range(size):
-        with dense(root, size, index) as engine:
+    for index in range(2):
+        with dense(tmp_path / "root", 2, index) as engine:
             found = engine.add([1, 2, 3, 4])
             engine.run()
             assert (found.hit, engine.wrong) == (3 + index, 0)
+    assert {path.name for path in tmp_path.iterdir()} == {"root-0"}
 
 
-def test_without_shares_two_ranks_outgrow_the_capacity(tmp_path, monkeypatch):
-    without_shares(monkeypatch)
-    root = tmp_path / "root"
-    with dense(root, 2, 0) as one, dense(root, 2, 1) as two:
-        for engine in (one, two):
-            fill(engine)
-    assert stored_bytes(tmp_path) > CAPACITY
-
-
-def test_a_rank_whose_launch_is_hidden_is_refused_by_name(root):
-    config = offloading_config(stack(root, 60), parallel={"data_parallel_index": 1})
-    with pytest.raises(ConfigError, match=r"data_parallel_size.*hidden"):
-        engine_plan(config)
-
-
-def test_a_rank_at_a_stack_process_needs_not_know_its_launch(root):
-    hidden = {"data_parallel_index": 1}
-    plan = engine_plan(offloading_config(stack(root, 60), parallel=hidden, extra={"driver": "process"}))
+def test_a_rank_needs_not_know_its_launch(root):
+    plan = engine_plan(offloading_config(stack(root, 60), parallel={"data_parallel_index": 1}))
     assert plan.stack.tiers[1].roots == [str(root)]
 
 
@@ -228,7 +193,7 @@ def repeat_hits(root: Path, config: VllmConfig) -> tuple[int, int]:
         return engine.counts["stored chunks"], engine.counts["hit chunks"]
 
 
-def test_where_it_cannot_continue_nothing_is_stored_or_a_hit_and_one_line_says_so(driver, root, caplog):
+def test_where_it_cannot_continue_nothing_is_stored_or_a_hit_and_one_line_says_so(stacks, root, caplog):
     assert repeat_hits(root, model_config(mla=True)) == (0, 0)
     assert caplog.messages.count(WHOLE_PROMPTS) == 1
     assert repeat_hits(root, model_config()) == (3, 3)
@@ -265,7 +230,7 @@ def test_a_line_at_start_names_the_connector_that_stores_the_ends_of_shared_pref
     assert list(start_lines(config, served(4096), keeps_blocks=False)) == [WHOLE_PROMPTS]
 
 
-def test_without_the_question_the_attention_is_given_what_it_cannot_continue(driver, root, monkeypatch):
+def test_without_the_question_the_attention_is_given_what_it_cannot_continue(stacks, root, monkeypatch):
     without_the_question_for_continuation(monkeypatch)
     assert repeat_hits(root, model_config(mla=True)) == (3, 3)
 

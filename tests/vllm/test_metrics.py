@@ -8,7 +8,6 @@ import pytest
 from engines import BLOCK, SEED, engine, prompts, stack, total
 from fake_engine import FakeEngine, offloading_config
 from fake_engine import stack as small_stack
-from support_logs import said_by_vllm
 from support_pages import PROMETHEUS_2, PROMETHEUS_3, samples
 from support_service import until
 
@@ -23,7 +22,7 @@ WITHOUT_A_VALUE = {"kvtier_curve_missed_blocks_total"}
 """The stack has no curves."""
 
 
-def test_figures_are_read_once_more_when_there_is_nothing_to_do(driver, root, seed, monkeypatch):
+def test_figures_are_read_once_more_when_there_is_nothing_to_do(stacks, root, seed, monkeypatch):
     monkeypatch.setattr("kvtier.engines.vllm.metrics.INTERVAL_SECONDS", 1e6)
     monkeypatch.setattr(client_driver, "INTERVAL_SECONDS", 1e6)
     monkeypatch.setattr(client_driver, "IDLE_SECONDS", 1.0)  # in which the answer comes
@@ -38,11 +37,10 @@ def test_figures_are_read_once_more_when_there_is_nothing_to_do(driver, root, se
         for number in range(3):
             vllm.add([1, 2, 3, number])
             vllm.run()
-        if driver.is_process:  # what it writes after the last step is in the figures of the next one
-            until(lambda: driver.is_at_rest(vllm), "all is on disk")
-            vllm.add([1, 2, 3, 0])
-            vllm.run()
-        stats = driver.stats(vllm)
+        until(lambda: stacks.is_at_rest(vllm), "all is on disk")
+        vllm.add([1, 2, 3, 0])
+        vllm.run()  # what is written after the last step is in the figures of the next one
+        stats = stacks.stats(vllm)
         assert told["kvtier_stored_blocks_total"] == {(name,): tier.stored for name, tier in stats.tiers.items()}
         assert told["kvtier_used_bytes"] == {(name,): tier.used_bytes for name, tier in stats.tiers.items()}
         assert len(told["kvtier_transfer_seconds"]["fs", "store"]) > 0
@@ -60,27 +58,10 @@ def test_no_counter_is_increased_by_less_than_nothing():
         assert min(counters) >= 0
 
 
-def test_what_operators_must_know_is_said_by_a_logger_that_vllm_shows(root, seed, caplog):
-    """Without a stack process, which has a log of its own."""
-    with said_by_vllm(caplog) as said, FakeEngine(offloading_config(small_stack(root, 50)), seed) as vllm:
-        vllm.add([1, 2, 3])
-        vllm.run()
-        vllm.manager.reset_cache()
-    assert [line.split()[:2] for line in said if line.startswith("event=")] == [
-        ["event=tier_open", "tier=cpu"],
-        ["event=tier_open", "tier=fs"],
-        ["event=reset", "epoch=1"],
-        ["event=closed", "dropped_blocks=0"],
-    ]
-
-
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("driver", ["embedded", "process"])
-def test_vllms_page_has_every_name_for_each_prometheus_and_from_the_start_on(
-    driver, models, root, tmp_path, short_folder
-):
+def test_vllms_page_has_every_name_for_each_prometheus_and_from_the_start_on(models, root, tmp_path, short_folder):
     tiers = stack(root, 600) | {"runtime_dir": short_folder}
-    with engine(models["llama"], tmp_path, tiers, connector={"driver": driver}) as vllm:
+    with engine(models["llama"], tmp_path, tiers) as vllm:
         fresh = samples(*vllm.page(PROMETHEUS_2))
         vllm.generate(prompts(SEED))
         pages = [vllm.page(accept) for accept in (PROMETHEUS_2, PROMETHEUS_3)]
@@ -100,14 +81,13 @@ def test_vllms_page_has_every_name_for_each_prometheus_and_from_the_start_on(
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("driver", ["embedded", "process"])
-def test_a_block_that_a_request_loads_is_one_hit_of_the_tier_that_had_it(driver, models, root, tmp_path, short_folder):
+def test_a_block_that_a_request_loads_is_one_hit_of_the_tier_that_had_it(models, root, tmp_path, short_folder):
     rows = 24
     prompt, *others = prompts(SEED, count=8, prefixes=8)
     whole = len(prompt) // BLOCK
     assert sum(len(other) // BLOCK for other in others) > 2 * rows
     tiers = stack(root, rows) | {"runtime_dir": short_folder}
-    with engine(models["llama"], tmp_path, tiers, connector={"driver": driver}) as vllm:
+    with engine(models["llama"], tmp_path, tiers) as vllm:
 
         def hits() -> dict[str, float]:
             told = vllm.metrics()

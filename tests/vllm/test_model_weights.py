@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from fake_engine import FakeEngine, offloading_config, stack
@@ -16,8 +15,8 @@ from torch import nn
 
 from kvtier.engines import digests
 from kvtier.engines.digests import FileDigest, FileState
-from kvtier.engines.vllm.primary import embedded, model_weights
-from kvtier.engines.vllm.primary.model_weights import EngineWeights, Verdict, checksum, device_sums
+from kvtier.engines.vllm.primary import model_weights
+from kvtier.engines.vllm.primary.model_weights import checksum, device_sums
 
 pytestmark = pytest.mark.engine
 
@@ -49,7 +48,7 @@ def rewrite(model: nn.Linear) -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_reset_without_a_change_goes_on_with_the_disk(driver, root, seed, workers):
+def test_a_reset_without_a_change_goes_on_with_the_disk(stacks, root, seed, workers):
     with engine(root, seed, world_size=workers) as vllm:
         assert hits(vllm, [1, 2, 3]) == 0
         vllm.reset()
@@ -59,14 +58,13 @@ def test_a_reset_without_a_change_goes_on_with_the_disk(driver, root, seed, work
 
 
 @pytest.mark.parametrize("change", ["loaded", "rewritten", "unreadable"])
-def test_after_a_change_and_a_reset_nothing_is_stored_for_a_later_life(driver, root, seed, caplog, monkeypatch, change):
+def test_after_a_change_and_a_reset_nothing_is_stored_for_a_later_life(stacks, root, seed, caplog, monkeypatch, change):
     with engine(root, seed) as vllm:
         assert hits(vllm, [1, 2, 3]) == 0
         match change:
             case "loaded":
                 vllm.model.load_weights([2.0] * 8)
-                if driver.is_process:
-                    driver.eventually(vllm, lambda: held_back(caplog))  # with a reset, which comes before the other
+                stacks.eventually(vllm, lambda: held_back(caplog))  # with a reset, which comes before the other
             case "rewritten":
                 rewrite(vllm.model)
             case "unreadable":
@@ -86,7 +84,7 @@ def test_after_a_change_and_a_reset_nothing_is_stored_for_a_later_life(driver, r
         assert hits(vllm, [4, 5, 6]) == 3, "a restart uses the disk again"
 
 
-def test_weights_that_are_loaded_without_a_reset_are_noticed_in_the_next_step(driver, root, seed):
+def test_weights_that_are_loaded_without_a_reset_are_noticed_in_the_next_step(stacks, root, seed):
     with engine(root, seed) as vllm:
         assert hits(vllm, [1, 2, 3]) == 0
         vllm.model.load_weights([2.0] * 8)
@@ -99,7 +97,7 @@ def test_weights_that_are_loaded_without_a_reset_are_noticed_in_the_next_step(dr
         assert hits(vllm, [1, 2, 3]) + hits(vllm, [4, 5, 6]) == 0
 
 
-def test_weights_loaded_while_copies_are_in_flight(driver, root, seed):
+def test_weights_loaded_while_copies_are_in_flight(stacks, root, seed):
     with engine(root, seed) as vllm:
         for round_number in range(12):
             for _ in range(3):
@@ -112,21 +110,7 @@ def test_weights_loaded_while_copies_are_in_flight(driver, root, seed):
         assert vllm.wrong == 0
 
 
-def test_a_worker_that_does_not_answer_in_time_is_unknown(root, seed, monkeypatch, caplog):
-    go = threading.Event()
-    original = model_weights.checksum
-    monkeypatch.setattr(model_weights, "checksum", lambda models: original(models) if go.wait(60) else None)
-    monkeypatch.setattr(embedded, "RESET_SECONDS", 0.1)
-    with engine(root, seed) as vllm:
-        vllm.reset()
-        assert any("may have been replaced" in line for line in caplog.messages)
-        go.set()
-
-
-def test_until_a_worker_answers_nothing_is_served_or_stored(driver, root, seed, monkeypatch, caplog):
-    """By a stack process. The reset of a stack in the engine's process waits for the answer."""
-    if not driver.is_process:
-        pytest.skip("see the test before")
+def test_until_a_worker_answers_nothing_is_served_or_stored(stacks, root, seed, monkeypatch, caplog):
     go = threading.Event()
     original = model_weights.checksum
     with engine(root, seed) as vllm:
@@ -144,26 +128,12 @@ def test_until_a_worker_answers_nothing_is_served_or_stored(driver, root, seed, 
         assert not held_back(caplog)
 
 
-def test_the_models_get_their_methods_back(driver, root, seed):
+def test_the_models_get_their_methods_back(stacks, root, seed):
     with engine(root, seed) as vllm:
         model = vllm.model
         assert "load_weights" in vars(model)
     assert "load_weights" not in vars(model)
     assert model.load_weights([1.0] * 8) == {"bias"}
-
-
-def test_all_workers_have_to_say_that_nothing_has_changed():
-    words = np.zeros((3, 8), dtype=np.uint64)
-    weights = EngineWeights(words)
-    for verdicts, expected in (
-        ((Verdict.UNCHANGED, Verdict.UNCHANGED), Verdict.UNCHANGED),
-        ((Verdict.UNCHANGED, Verdict.CHANGED), Verdict.CHANGED),
-        ((Verdict.UNKNOWN, Verdict.UNCHANGED), Verdict.UNKNOWN),
-    ):
-        question = int(words[-1, 0]) + 1
-        words[:-1, 1] = [question * len(Verdict) + verdict for verdict in verdicts]
-        assert weights.compare(0.0) is expected
-    assert weights.compare(0.0) is Verdict.UNKNOWN, "these answers are to another question"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
@@ -195,7 +165,7 @@ def test_the_sums_of_a_device_see_each_byte():
             memory[place] = 0
 
 
-def test_what_cannot_be_read_is_said_once_and_unknown(driver, root, seed, monkeypatch, caplog):
+def test_what_cannot_be_read_is_said_once_and_unknown(stacks, root, seed, monkeypatch, caplog):
     with engine(root, seed) as vllm:
         hits(vllm, [1, 2, 3])
 
@@ -204,14 +174,14 @@ def test_what_cannot_be_read_is_said_once_and_unknown(driver, root, seed, monkey
 
         monkeypatch.setattr(model_weights, "checksum", fails)
         vllm.reset()
-        driver.eventually(vllm, lambda: held_back(caplog))
+        stacks.eventually(vllm, lambda: held_back(caplog))
     assert any(record.levelno == logging.ERROR and "cannot be read" in record.message for record in caplog.records)
     assert any("may have been replaced" in line for line in caplog.messages)
 
 
 @pytest.mark.parametrize("idle", [False, True])
 def test_when_samples_of_the_files_were_wrong_all_is_reset_and_the_disk_held_back(
-    driver, root, seed, tmp_path, caplog, idle, monkeypatch
+    stacks, root, seed, tmp_path, caplog, idle, monkeypatch
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(digests, "YOUNG_SECONDS", -60.0)  # files count as old at once
@@ -221,8 +191,7 @@ def test_when_samples_of_the_files_were_wrong_all_is_reset_and_the_disk_held_bac
         assert hits(vllm, [1, 2, 3]) == 0
     with engine(root, seed) as vllm:
         assert hits(vllm, [1, 2, 3]) == 3, "by samples the weights are those of before"
-        served_by = vllm.manager._driver
-        confirmation = (served_by._naming if driver.is_process else served_by)._confirmation
+        confirmation = vllm.manager._driver._naming._confirmation
         confirmation.begin([FileDigest(FileState.of(file), "0" * 64)])
         confirmation.wait()
         if not idle:
@@ -230,7 +199,7 @@ def test_when_samples_of_the_files_were_wrong_all_is_reset_and_the_disk_held_bac
             assert hits(vllm, [4, 5, 6]) == 3, "the cpu tier goes on"
     assert any("samples" in line for line in held_back(caplog))
     cache = digests.default_cache()
-    if idle and driver.is_process:
+    if idle:
         assert not cache.exists(), "that the reset is durable was not waited for"
     else:
         assert str(file) in cache.read_text(), "the next start takes the file for what it is"
@@ -246,15 +215,13 @@ def wake_ups() -> int:
     return sum(int(text.partition("\nvoluntary_ctxt_switches:")[2].split()[0]) for text in status)
 
 
-def test_the_threads_of_idle_workers_sleep_until_they_are_asked(driver, root, seed, caplog):
+def test_the_threads_of_idle_workers_sleep_until_they_are_asked(stacks, root, seed, caplog):
     with engine(root, seed, world_size=2) as vllm:
         vllm.reset()  # once the checksums of the start are there
         vllm.run()
         before = wake_ups()
         time.sleep(1.0)  # the figure is of this time; polling 20 times a second would make 40 of it
         assert wake_ups() - before <= 4
-        if not driver.is_process:
-            assert vllm.manager._driver.weights.compare(embedded.RESET_SECONDS) is Verdict.UNCHANGED
         assert hits(vllm, [1, 2, 3]) == 0
         vllm.reset()
         assert hits(vllm, [1, 2, 3, 4]) == 0

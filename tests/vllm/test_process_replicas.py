@@ -47,7 +47,7 @@ def test_prompts_of_a_replica_that_was_closed_are_hits_of_another(models, root, 
 
 def replicas(count: int, model: Path, folder: Path, given: dict[str, object]) -> None:
     """Two engines of one stack file: the second loads what the first has stored. There is no disk."""
-    prompts, config = asked(count), {"connector": {"driver": "process"}, "max_model_len": 2048}
+    prompts, config = asked(count), {"max_model_len": 2048}
     with engine(model, folder, given, **config) as other:
         with engine(model, folder, given, **config) as first:
             stored = store(first, prompts)
@@ -60,7 +60,7 @@ def replicas(count: int, model: Path, folder: Path, given: dict[str, object]) ->
 def test_data_parallel_ranks_of_a_launch_share_one_process(models, root, tmp_path, short_folder):
     prompts, given = asked(20), cpu_only(100, short_folder, root)
     config = {"data_parallel_size": 2, "max_model_len": 2048, "environment": ONE_NODE}
-    with engine(models["llama"], tmp_path, given, connector={"driver": "process"}, **config) as vllm:
+    with engine(models["llama"], tmp_path, given, **config) as vllm:
         first = vllm.generate(prompts, rank=0)
         assert len(list(Path(short_folder).rglob("*.sock"))) == 1
         until = time.monotonic() + 3.0
@@ -77,7 +77,7 @@ def test_tensor_parallel_workers_copy_their_slices_from_one_process(models, root
     with engine(models["llama"], tmp_path, **config) as vllm:
         plain = vllm.generate(prompts).tokens
     given = cpu_only(200, short_folder, root)
-    with engine(models["llama"], tmp_path, given, connector={"driver": "process"}, **config) as vllm:
+    with engine(models["llama"], tmp_path, given, **config) as vllm:
         assert vllm.generate(prompts).tokens == plain
         assert stack_process(short_folder)
         vllm.reset()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -23,7 +24,6 @@ from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 from kvtier.engines.vllm import KVTierFs, KVTierSpec
 from kvtier.engines.vllm.compat import require_supported
 from kvtier.engines.vllm.primary import worker
-from kvtier.engines.vllm.primary.inflight_copies import InflightCopies
 from kvtier.engines.vllm.primary.manager import KVTierManager
 from kvtier.errors import ConfigError, ResourceError
 from kvtier_gpu.engines import host_memory
@@ -97,7 +97,7 @@ def test_a_budget_of_loads_within_a_step_is_a_number_of_bytes(root, budget):
         KVTierSpec(offloading_config(stack(root, 8), extra={"sync_load_budget_bytes": budget}))
 
 
-def test_loads_within_a_step_have_a_lane_and_are_refused_where_vllm_has_none(driver, root):
+def test_loads_within_a_step_have_a_lane_and_are_refused_where_vllm_has_none(stacks, root):
     KVTierSpec(offloading_config(stack(root, 8), extra={"sync_load_budget_bytes": 0}))
     within = offloading_config(stack(root, 8), extra={"sync_load_budget_bytes": 1 << 20})
     if not AS_0_33:
@@ -145,7 +145,7 @@ def test_a_load_within_the_step_waits_for_no_other_copy(root, seed, monkeypatch)
 
 
 @pytest.mark.skipif(not AS_0_33, reason="vLLM 0.32 asks for no such figures")
-def test_the_size_of_the_cpu_tier_is_told(driver, root, seed):
+def test_the_size_of_the_cpu_tier_is_told(stacks, root, seed):
     config = offloading_config(stack(root, 8))
     with FakeEngine(config, seed) as engine:
         (told,) = engine.manager.config_info()
@@ -160,14 +160,18 @@ def end_step(engine: FakeEngine, new: Sequence[Request] = ()) -> None:
     engine.manager.on_schedule_end(ScheduleEndContext([request.context.req_id for request in new], ()))
 
 
-def arrival(engine: FakeEngine) -> None:
-    """Wait until something is there to be recorded."""
-    while not engine.manager._driver.stack._inbox:
-        engine.manager._driver.stack.wait(1.0)
+def offered_until_taken(engine: FakeEngine, request: Request) -> base.PrepareStoreOutput:
+    """Offer the blocks of a request in step after step."""
+    engine._hits(request)
+    until = time.monotonic() + 60.0
+    while (taken := engine.manager.prepare_store(request.keys[0], request.context)) is None or not taken.keys_to_store:
+        assert time.monotonic() < until
+        end_step(engine)
+    return taken
 
 
 @pytest.mark.parametrize("as_0_33", [True, False])
-def test_whether_a_step_ends_before_its_stores_or_after_them_the_same_is_served(driver, root, seed, as_0_33):
+def test_whether_a_step_ends_before_its_stores_or_after_them_the_same_is_served(stacks, root, seed, as_0_33):
     expected = {(1, 2, 3, 4): 0, (1, 2, 3, 4, 5): 4, (6, 7): 0, (1, 2, 3, 4, 5, 8): 5, (6, 7, 9): 2}
     for prompt, hit in expected.items():  # expedited loads among them, which 0.33 waits for within the step
         with FakeEngine(offloading_config(stack(root, 6)), seed, as_0_33=as_0_33) as engine:
@@ -178,7 +182,7 @@ def test_whether_a_step_ends_before_its_stores_or_after_them_the_same_is_served(
                 assert (request.hit, engine.wrong) == (len(prompt) if last == 11 else hit, 0)
 
 
-def test_a_store_without_room_beside_leases_of_its_step_is_taken_in_the_next(root, seed):
+def test_a_store_without_room_beside_leases_of_its_step_is_taken_later(stacks, root, seed):
     with FakeEngine(offloading_config(stack(root, 50)), seed) as engine:
         engine.add([5, 6, 7, 8])
         engine.run()
@@ -190,37 +194,31 @@ def test_a_store_without_room_beside_leases_of_its_step_is_taken_in_the_next(roo
         assert engine._hits(found) == 4  # every row is leased to it, and it is scheduled without a load
         assert engine.manager.prepare_store(other.keys[0], other.context) is None
         end_step(engine, [found])
-        stored = engine.manager.prepare_store(other.keys[0], other.context)
+        stored = offered_until_taken(engine, other)
         assert stored.keys_to_store == other.keys[0]
         engine.manager.complete_store(stored.keys_to_store, other.context)
 
 
-def test_a_store_gets_rows_that_became_clean_since_the_step_before(root, seed):
-    """Without lookups nothing else records it: 0.33 ends a step after its stores."""
+def test_a_store_gets_rows_that_became_clean(stacks, root, seed):
+    """Without lookups: 0.33 ends a step after its stores."""
     with FakeEngine(offloading_config(stack(root, 1)), seed) as engine:
         manager, (gpu,) = engine.manager, engine.workers
         first, second = engine.add([1]), engine.add([2])
-        stored = manager.prepare_store(first.keys[0], first.context)
+        stored = offered_until_taken(engine, first)
         gpu.submit_store(1, base.GPULoadStoreSpec([1], [1], [0]), stored.store_spec)
         gpu.wait({1})
         manager.complete_store(stored.keys_to_store, first.context)
-        arrival(engine)  # the copy has ended
-        end_step(engine)
-        arrival(engine)  # the disk has the block, and nothing has recorded it
-        assert manager.prepare_store(second.keys[0], second.context).keys_to_store == second.keys[0]
+        assert offered_until_taken(engine, second).keys_to_store == second.keys[0], "once the disk has the first"
         manager.complete_store(second.keys[0], second.context)
 
 
-def test_rows_are_free_when_vllm_says_that_the_copies_from_before_a_reset_have_ended(driver, root, seed, monkeypatch):
-    monkeypatch.setattr(InflightCopies, "_has_ended", lambda *_: False)  # nothing is learnt from the workers' counts
+def test_rows_are_free_when_vllm_says_that_the_copies_from_before_a_reset_have_ended(stacks, root, seed, monkeypatch):
     with FakeEngine(offloading_config(stack(root, 6)), seed, as_0_33=True) as engine:
         engine.patient = True
         engine.add([1, 2, 3])
         engine.step()
         engine.reset()
-        assert driver.is_process or engine.manager._driver.copies.forgotten == 1  # workers report stores themselves
         engine.run(60.0)
-        assert driver.is_process or engine.manager._driver.copies.forgotten == 0
         engine.add([1, 2, 3, 4, 5, 6])  # every row is there again
         engine.run(60.0)
         again = engine.add([1, 2, 3, 4, 5, 6, 7])
@@ -228,7 +226,7 @@ def test_rows_are_free_when_vllm_says_that_the_copies_from_before_a_reset_have_e
         assert (again.hit, engine.wrong) == (6, 0)
 
 
-def test_waiting_for_a_copy_that_does_not_end_ends_with_an_error(driver, root, seed, monkeypatch):
+def test_waiting_for_a_copy_that_does_not_end_ends_with_an_error(stacks, root, seed, monkeypatch):
     async def stuck(job: object) -> None:
         await asyncio.Event().wait()
 
@@ -244,18 +242,15 @@ def test_waiting_for_a_copy_that_does_not_end_ends_with_an_error(driver, root, s
             gpu.wait(set(engine.running))
 
 
-def test_only_a_stack_process_may_be_missing(root):
-    process, embedded = {"driver": "process"}, {"driver": "embedded"}
+def test_keys_of_the_stack_process_are_checked(root):
     for extra, fault in (
-        ({**embedded, "required": False}, "required: is of a stack in a process of its own"),
-        ({**process, "required": 0}, "required: must be true or false"),
-        ({"driver": "thread"}, "driver: must be one of process, embedded"),
-        ({**embedded, "service": "/run/kvtier"}, "service: is a stack in a process of its own"),
-        ({**process, "service": "kvtier.sock"}, "service: must be the absolute path"),
-        ({**process, "service": ""}, "service: must be the absolute path"),
-        ({**process, "service": "/" + "a" * 107}, "service: must be a path of at most 107 bytes"),
+        ({"required": 0}, "required: must be true or false"),
+        ({"driver": "embedded"}, "driver: is gone"),
+        ({"service": "kvtier.sock"}, "service: must be the absolute path"),
+        ({"service": ""}, "service: must be the absolute path"),
+        ({"service": "/" + "a" * 107}, "service: must be a path of at most 107 bytes"),
     ):
         with pytest.raises(ConfigError, match=fault):
             KVTierSpec(offloading_config(stack(root, 8), extra=extra))
-    for extra in (embedded, {**embedded, "required": True}, process, {**process, "required": False}):
+    for extra in ({}, {"driver": "process"}, {"required": True}, {"required": False}):
         KVTierSpec(offloading_config(stack(root, 8), extra=extra))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from fake_engine import PAGE, FakeEngine, Request, offloading_config, stack
-from support_fake_drivers import Drivers
+from support_served_stacks import ServedStacks
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 from vllm.v1.kv_offload.base import ReqContext
 
@@ -18,7 +18,7 @@ from kvtier.engines.vllm.primary.served_requests import ServedRequest
 from kvtier.types.hints import Demote, HintResult, KVHint, Pin, Prefetch, Release, Retain
 from kvtier.types.requests import RequestInfo
 
-pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("driver")]
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("stacks")]
 ROWS = 40
 AGENT = list(range(1000, 1008))
 
@@ -41,9 +41,9 @@ def flood(engine: FakeEngine, first: int, rows: int) -> None:
         run(engine, [-number, *range(7)])
 
 
-def retained(driver: Drivers, engine: FakeEngine) -> dict[str, int]:
+def retained(stacks: ServedStacks, engine: FakeEngine) -> dict[str, int]:
     """Bytes by tier, each within its quota."""
-    tiers = driver.stats(engine).tiers
+    tiers = stacks.stats(engine).tiers
     assert all(tier.retained_bytes <= tier.retained_bytes_max for tier in tiers.values())
     return {name: tier.retained_bytes for name, tier in tiers.items()}
 
@@ -55,7 +55,7 @@ def without_disk(config: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("below", [True, False])
 @pytest.mark.parametrize("hints", [hinted("retain", seconds=300.0), hinted("pin", seconds=300.0), None])
 def test_what_a_request_retains_survives_a_flood_of_four_times_the_rows_and_of_the_disk(
-    driver, root, seed, below, hints
+    stacks, root, seed, below, hints
 ):
     """The disk holds 256 blocks with their headers."""
     described = stack(root, ROWS, capacity="2MiB")
@@ -63,34 +63,34 @@ def test_what_a_request_retains_survives_a_flood_of_four_times_the_rows_and_of_t
     with FakeEngine(config, seed, num_blocks=256) as engine:
         run(engine, AGENT, hints)
         flood(engine, 1, 4 * ROWS if not below else 600)
-        driver.eventually(engine, lambda: (sum(retained(driver, engine).values()) > 0) == (hints is not None))
+        stacks.eventually(engine, lambda: (sum(retained(stacks, engine).values()) > 0) == (hints is not None))
         assert run(engine, [*AGENT, 1]).hit == (len(AGENT) if hints is not None else 0)
 
 
-def test_a_quota_holds_and_what_has_no_room_is_an_ordinary_block(driver, root, seed):
+def test_a_quota_holds_and_what_has_no_room_is_an_ordinary_block(stacks, root, seed):
     """A quarter of 40 rows: ten of 24 blocks are retained, from the front of the first prompts on."""
     config = offloading_config(without_disk(stack(root, ROWS)))
     with FakeEngine(config, seed, num_blocks=256) as engine:
         for number in range(3):
             run(engine, [number, *AGENT[1:]], hinted("retain", seconds=300.0))
-        driver.eventually(engine, lambda: retained(driver, engine)["cpu"] == 10 * PAGE)
+        stacks.eventually(engine, lambda: retained(stacks, engine)["cpu"] == 10 * PAGE)
         flood(engine, 1, 4 * ROWS)
-        assert retained(driver, engine)["cpu"] == 10 * PAGE
+        assert retained(stacks, engine)["cpu"] == 10 * PAGE
         assert [run(engine, [number, *AGENT[1:], 1]).hit for number in range(3)] == [8, 2, 0]
 
 
-def test_a_session_is_prefetched_demoted_and_released_by_requests_that_know_no_keys(driver, root, seed):
+def test_a_session_is_prefetched_demoted_and_released_by_requests_that_know_no_keys(stacks, root, seed):
     with FakeEngine(offloading_config(stack(root, ROWS)), seed, num_blocks=256) as engine:
         request = run(engine, AGENT, hinted("retain", seconds=300.0, session="agent"))
         keys = request.keys[0]
         run(engine, [1], hinted("demote", session="agent"))
-        driver.eventually(engine, lambda: driver.locate(engine, keys) == ["fs"] * 8)
+        stacks.eventually(engine, lambda: stacks.locate(engine, keys) == ["fs"] * 8)
         run(engine, [2], hinted("prefetch", session="agent"))
-        driver.eventually(engine, lambda: driver.locate(engine, keys) == ["cpu"] * 8)
-        assert driver.stats(engine).hints.prefetched == 8
-        assert retained(driver, engine)["fs"] > 0
+        stacks.eventually(engine, lambda: stacks.locate(engine, keys) == ["cpu"] * 8)
+        assert stacks.stats(engine).hints.prefetched == 8
+        assert retained(stacks, engine)["fs"] > 0
         run(engine, [3], hinted("release", session="agent"))
-        driver.eventually(engine, lambda: sum(retained(driver, engine).values()) == 0)
+        stacks.eventually(engine, lambda: sum(retained(stacks, engine).values()) == 0)
 
 
 # -- what is read of them --------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ PROMPTS = 12
 def test_servers_that_come_and_go_share_a_service_and_outlive_it(models, root, tmp_path, short_folder):
     prompts, path, file = asked(PROMPTS), f"{short_folder}/service", tmp_path / "stack.yaml"
     file.write_text(yaml.safe_dump(cpu_only(100, short_folder, root)))
-    config = {"connector": {"driver": "process", "service": path}, "max_model_len": 2048}
+    config = {"connector": {"service": path}, "max_model_len": 2048}
     with stack_process(file, path) as service:
         with engine(models["llama"], tmp_path, **config) as first:
             computed = store(first, prompts)
@@ -43,7 +43,7 @@ def test_servers_that_come_and_go_share_a_service_and_outlive_it(models, root, t
 def test_a_server_that_only_reads_hits_what_another_stored_and_stores_nothing(models, root, tmp_path, short_folder):
     prompts, path, file = asked(PROMPTS), f"{short_folder}/service", tmp_path / "stack.yaml"
     file.write_text(yaml.safe_dump(cpu_only(100, short_folder, root)))
-    connector = {"driver": "process", "service": path}
+    connector = {"service": path}
     reading = {"connector": connector | {"reads_only": True}, "max_model_len": 2048}
     with (
         stack_process(file, path),

@@ -8,8 +8,6 @@ import pytest
 from engines import BLOCK, KINDS, SEED, engine, prompts, secondary, stack, total
 from support_valkey import valkey_server
 
-from faults.machine.belongings import private_regions
-
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]  # each step of an engine has a deadline of its own
 
 
@@ -60,14 +58,12 @@ def test_a_server_gives_the_same_tokens_after_the_disk_was_emptied(models, plain
     print(kind, [sum(answer.cached) for answer in (cold, from_cpu, from_server)], "of", everything, loaded)
 
 
-def test_an_engine_of_one_process_has_private_rows_and_gives_the_same_tokens(models, plain, root, tmp_path):
-    one_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    alone = {"environment": one_process, "connector": {"driver": "embedded"}}
+def test_an_engine_of_one_process_gives_the_same_tokens(models, plain, root, tmp_path):
+    alone = {"environment": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}}
     with engine(models["llama"], tmp_path, stack(root, 600), **alone) as vllm:
         cold = vllm.generate(prompts(SEED))
         vllm.reset()
         from_cpu = vllm.generate(prompts(SEED))
-        assert private_regions(vllm.process.pid) == 1
     with engine(models["llama"], tmp_path, stack(root, 600), **alone) as vllm:
         restarted = vllm.generate(prompts(SEED))
         vllm.reset(tiers=True)  # waits on the thread that also calls the worker

@@ -28,7 +28,7 @@ def asked() -> list[list[int]]:
 @contextmanager
 def served(models: dict[str, Path], folder: Path, root: Path, runtime: str) -> Iterator[Engine]:
     tiers = stack(root, 100, io_engine="threads") | {"runtime_dir": runtime}
-    with engine(models["llama"], folder, tiers, connector={"driver": "process"}) as vllm:
+    with engine(models["llama"], folder, tiers) as vllm:
         yield vllm
 
 
@@ -86,7 +86,7 @@ def test_what_was_stored_is_on_the_disk_once_an_engine_has_ended(models, root, t
         plain = vllm.generate(asked()).tokens
     tiers = stack(root, 100, io_engine="threads", write_policy="on_evict") | {"runtime_dir": short_folder}
     for cached in ([0] * PROMPTS, WHOLE):
-        with engine(models["llama"], tmp_path, tiers, connector={"driver": "process"}) as vllm:
+        with engine(models["llama"], tmp_path, tiers) as vllm:
             answer = vllm.generate(asked())
             assert (answer.tokens, answer.cached) == (plain, cached)
             pid = stack_process(short_folder)
@@ -134,7 +134,7 @@ def test_an_engine_that_requires_no_stack_process_starts_without_one(lacks, mode
     with engine(models["llama"], tmp_path) as vllm:
         plain = vllm.generate(asked()).tokens
     tiers = stack(root, 100, io_engine="threads") | {"runtime_dir": short_folder}
-    given = {"driver": "process", "required": False}
+    given = {"required": False}
     with engine(models["llama"], tmp_path, tiers, connector=given) as vllm:
         for _ in range(2):
             assert again(vllm, plain) == [0] * PROMPTS

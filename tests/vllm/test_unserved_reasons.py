@@ -35,9 +35,9 @@ def requests(num_groups: int = 2, ends: str = "", **tier: int) -> UnservedReques
     return UnservedRequests(lambda: stats, num_groups, ends)
 
 
-def request(*groups: int, loaded: bool = False, computes: bool = False) -> RequestState:
+def request(*groups: int, loaded: bool = False) -> RequestState:
     looked_up = object()
-    return RequestState(groups=set(groups), loaded=loaded, computes=computes, request=looked_up)  # type: ignore[arg-type]
+    return RequestState(groups=set(groups), loaded=loaded, request=looked_up)  # type: ignore[arg-type]
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -65,9 +65,9 @@ def test_requests_that_found_blocks_and_loaded_none_get_the_likeliest_reason(wor
     assert [line.split()[1] for line in lines(caplog)] == ["requests=3", "requests=30"]
 
 
-def test_a_load_begins_the_count_again_and_a_choice_to_compute_does_not_count(caplog):
+def test_a_load_begins_the_count_again(caplog):
     counted = requests()
-    for state in [request(0)] * 2 + [request(0, loaded=True)] + [request(0)] * 2 + [request(0, computes=True)] * 9:
+    for state in [request(0)] * 2 + [request(0, loaded=True)] + [request(0)] * 2:
         counted.on_end(state)
     assert not lines(caplog)
     counted.on_end(request(0))
@@ -90,7 +90,7 @@ def test_a_request_that_looked_nothing_up_does_not_count(caplog):
     assert not lines(caplog)
 
 
-def test_requests_have_none_of_the_blocks_of_an_engine_before(driver, root, seed, caplog):
+def test_requests_have_none_of_the_blocks_of_an_engine_before(stacks, root, seed, caplog):
     """The figures that say so come from the stack, wherever it is."""
     with FakeEngine(offloading_config(stack(root, 50)), seed) as engine:
         engine.patient = True
@@ -105,5 +105,5 @@ def test_requests_have_none_of_the_blocks_of_an_engine_before(driver, root, seed
         for number in range(5):
             engine.add([10 + number, 2, 3])
             engine.run()
-        assert engine.manager._driver.stats().tiers.keys() == driver.stats(engine).tiers.keys()
+        assert engine.manager._driver.stats().tiers.keys() == stacks.stats(engine).tiers.keys()
     assert [unserved.FOREIGN in line for line in lines(caplog)] == [True]

@@ -12,11 +12,11 @@ from kvtier_cpu.region.opening import SEALS, Opening, RegionHost
 from kvtier_cpu.region.shared_region import RegionSpec, SharedRegion
 
 
-def attach_region(spec: RegionSpec, rows_fd: int, control_fd: int, counted: bool = True) -> SharedRegion:
+def attach_region(spec: RegionSpec, rows_fd: int, control_fd: int) -> SharedRegion:
     """Map a memfd region whose descriptors were inherited or passed on. The caller keeps the descriptors.
 
-    With `counted` this process is one of the region's participants, each of which maps it once. Descriptors that are
-    open for reading alone make rows that cannot be written, and a control area whose changes stay in this process.
+    Descriptors that are open for reading alone make rows that cannot be written, and a control area whose changes stay
+    in this process.
 
     Raises RegionError unless they are a ready region of exactly this geometry, sealed against ever shrinking.
     """
@@ -25,7 +25,7 @@ def attach_region(spec: RegionSpec, rows_fd: int, control_fd: int, counted: bool
             raise RegionError("the descriptors are not those of a shared region of this size")
     writable = fcntl.fcntl(rows_fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
     opening = Opening(replace(spec, writable=writable), RegionHost())
-    return opening.enter(opening.maps(rows_fd, control_fd), counted)
+    return opening.enter(opening.maps(rows_fd, control_fd))
 
 
 def _is_sealed(fd: int) -> bool:

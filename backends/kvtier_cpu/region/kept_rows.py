@@ -18,7 +18,7 @@ def open_kept(kept: tuple[int, int], spec: RegionSpec, host: RegionHost) -> Shar
     """The region behind the descriptors of rows and control area, with its bytes as they are; a fresh one if that is
     not of these rows and blocks. Blocks. Raises as `open_region`."""
     try:
-        region = attach_region(spec, *kept, counted=False)
+        region = attach_region(spec, *kept)
     except RegionError as error:
         _log.warning("rows of the process before are not used: %s", error)
         for fd in kept:

@@ -4,13 +4,13 @@ import ctypes
 import errno
 import mmap
 import os
+import threading
 from functools import cache
 
 import numpy as np
 
 from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.errors import RegionError, SharedMemoryError
-from kvtier_cpu.region.rendezvous import Patience
 from kvtier_cpu.region.shared_region import Pages, Populated, RegionSpec
 
 MADV_WIPEONFORK = 18
@@ -27,14 +27,15 @@ MAX_THREADS = 4
 _NO_MEMORY = frozenset({errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG, errno.EFAULT})
 
 
-def reserve(fd: int, size_bytes: int, spec: RegionSpec, patience: Patience) -> None:
+def reserve(fd: int, size_bytes: int, spec: RegionSpec, stop: threading.Event) -> None:
     """Make the kernel set every page of the file aside.
 
     Raises SharedMemoryError naming need and have; nothing has been touched then, and closing the file frees all.
+    Raises RegionError once `stop` is set.
     """
     done = 0
     while done < size_bytes:
-        patience.check()
+        _check(stop)
         piece = min(HUGE_BYTES if spec.reserved else RESERVE_PIECE_BYTES, size_bytes - done)
         try:
             os.posix_fallocate(fd, done, piece)
@@ -45,7 +46,7 @@ def reserve(fd: int, size_bytes: int, spec: RegionSpec, patience: Patience) -> N
         done += piece
 
 
-def make_resident(fd: int, pages: Pages, spec: RegionSpec, patience: Patience) -> Populated:
+def make_resident(fd: int, pages: Pages, spec: RegionSpec, stop: threading.Event) -> Populated:
     """Reserve the memory of a fresh region, still all zero, and fill its page table from a few threads.
 
     Keeps no view of `pages`, so a caller can unmap them whatever happened. MADV_POPULATE_WRITE does both at once, each
@@ -57,8 +58,8 @@ def make_resident(fd: int, pages: Pages, spec: RegionSpec, patience: Patience) -
         _madvise(pages, 0, len(pages), mmap.MADV_HUGEPAGE)  # refused where there are none; then small pages serve
     writes = fd < 0 or (spec.populate and _kernel_takes(MADV_POPULATE_WRITE))
     if not writes:
-        reserve(fd, len(pages), spec, patience)
-    return _populate(pages, spec, patience, writes) if writes or spec.populate else Populated.SKIPPED
+        reserve(fd, len(pages), spec, stop)
+    return _populate(pages, spec, stop, writes) if writes or spec.populate else Populated.SKIPPED
 
 
 def private_works() -> bool:
@@ -94,7 +95,7 @@ def map_populated(pages: Pages) -> Populated:
     return Populated.SKIPPED if refused else Populated.POPULATE_WRITE
 
 
-def _populate(pages: Pages, spec: RegionSpec, patience: Patience, writes: bool) -> Populated:
+def _populate(pages: Pages, spec: RegionSpec, stop: threading.Event, writes: bool) -> Populated:
     """Fill in parallel, piece by piece: by MADV_POPULATE_WRITE, or by touching pages unless `writes`.
 
     Raises SharedMemoryError if the kernel finds no memory after all.
@@ -104,7 +105,7 @@ def _populate(pages: Pages, spec: RegionSpec, patience: Patience, writes: bool) 
     def fill(start: int) -> int:
         """Returns how many bytes it filled: none after an error, or once the region is not wanted."""
         length = min(PIECE_BYTES, len(pages) - start)
-        if errors or patience.stop.is_set():
+        if errors or stop.is_set():
             return 0
         if not writes:
             np.frombuffer(pages, dtype=np.uint8)[start : start + length : mmap.PAGESIZE] = 0
@@ -117,12 +118,17 @@ def _populate(pages: Pages, spec: RegionSpec, patience: Patience, writes: bool) 
         pieces = [threads.submit(fill, start) for start in range(0, len(pages), PIECE_BYTES)]
         threads.shutdown()  # they end with their work, also where the waiting is interrupted
         filled = sum(piece.result() for piece in pieces)
-    patience.check()
+    _check(stop)
     if errors:
         if errors[0] in _NO_MEMORY:
             raise SharedMemoryError(len(pages), filled, spec.where)
         raise RegionError(f"{spec.where} refused to populate the region: {os.strerror(errors[0])}")
     return Populated.POPULATE_WRITE if writes else Populated.TOUCHED
+
+
+def _check(stop: threading.Event) -> None:
+    if stop.is_set():
+        raise RegionError("opening the region was given up before it was ready")
 
 
 def _kernel_takes(*advices: int) -> bool:

@@ -1,4 +1,4 @@
-"""The shared region: page-aligned rows that a coordinator, its workers and every lower tier address in place."""
+"""The shared region: page-aligned rows that a stack, its workers and every lower tier address in place."""
 
 from __future__ import annotations
 
@@ -23,16 +23,14 @@ Pages = mmap.mmap | Any
 
 
 class Sharing(StrEnum):
-    """Kinds of memory of a region, and how its participants find it.
+    """Kinds of memory of a region.
 
-    PRIVATE: memory of this process alone, in huge pages; a forked child finds zeros. MEMFD: no name, for one process
-    or those handed the descriptors. NAMED: files with a name until all have mapped them. A participant of a named
-    region first looks for a private one of its engine in its own process, and joins that.
+    PRIVATE: memory of this process alone, in huge pages; a forked child finds zeros. MEMFD: for one process or those
+    that are handed the descriptors.
     """
 
     PRIVATE = "private"
     MEMFD = "memfd"
-    NAMED = "named"
 
 
 class Populated(StrEnum):
@@ -45,42 +43,28 @@ class Populated(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RegionSpec:
-    """A region to open, and the process that opens it: participant `participant` of `participants` processes.
+    """A region to open.
 
-    `namespace_digest` is what the bytes mean; together with the geometry it decides who may join. `serves` are the
-    workers whose slices this process writes. A region in a process of its own has one participant that serves all.
-    `note` is a text of those workers for the coordinator. `dump_rows` lets core dumps hold the rows. `reserved`: a
-    memfd is made of huge pages that the host has set aside. `writable`: this process may write the rows.
+    `namespace_digest` is what the bytes mean; together with the geometry it decides who may map it. `dump_rows` lets
+    core dumps hold the rows. `reserved`: a memfd is made of huge pages that the host has set aside. `writable`: this
+    process may write the rows.
     """
 
     geometry: Geometry
     num_rows: int
     namespace_digest: bytes
-    serves: tuple[int, ...] = ()
     sharing: Sharing = Sharing.MEMFD
-    engine_id: str = ""
-    participants: int = 1
-    participant: int = 0
     huge_pages: bool = True
     reserved: bool = False
     populate: bool = True
     dump_rows: bool = False
     writable: bool = True
-    deadline_seconds: float = 300.0
-    directory: str = "/dev/shm"
-    note: str = ""
 
     def __post_init__(self) -> None:
         if self.geometry.row_bytes % mmap.PAGESIZE:
             raise GeometryError(f"rows of {self.geometry.row_bytes} bytes are not whole pages of {mmap.PAGESIZE}")
         if self.num_rows < 1:
             raise GeometryError("a shared region needs at least one row")
-        if not 0 <= self.participant < self.participants:
-            raise UsageError(f"there is no participant {self.participant} among {self.participants}")
-        if any(not 0 <= worker < self.geometry.world_size for worker in self.serves):
-            raise UsageError(f"a process serves workers {self.serves} of {self.geometry.world_size}")
-        if self.sharing is Sharing.NAMED and not self.engine_id:
-            raise UsageError("a region shared by name needs an engine_id, or two engines would meet in one")
 
     @property
     def size_bytes(self) -> int:
@@ -92,14 +76,13 @@ class RegionSpec:
         """Names the region's memory in errors."""
         if self.reserved:
             return "the huge pages of 2 MiB that this host has set aside (vm.nr_hugepages)"
-        return self.directory if self.sharing is Sharing.NAMED else "anonymous memory"
+        return "anonymous memory"
 
     @property
     def shape(self) -> ControlShape:
         """The sizes of the control area."""
         geometry = self.geometry
-        sizes = geometry.row_bytes, geometry.world_size, geometry.num_copies
-        return ControlShape(self.num_rows, *sizes, self.participants)
+        return ControlShape(self.num_rows, geometry.row_bytes, geometry.world_size, geometry.num_copies)
 
     @property
     def digest(self) -> bytes:
@@ -110,7 +93,7 @@ class RegionSpec:
 
 
 class SharedRegion(ControlArea):
-    """The rows in shared memory, and the words of the control area beside them.
+    """The rows in shared memory, and the control area beside them.
 
     Implements `kvtier.tier.contract.Rows`. Made by `open_region` or `attach_region`. After `close` every call
     raises UsageError. Memory that a caller still has a view of stays mapped until the last view is gone: closing under
@@ -158,7 +141,7 @@ class SharedRegion(ControlArea):
         return self.memfds
 
     def close(self) -> None:
-        """Release the region. Idempotent; never raises for views still held; an incomplete region loses its name."""
+        """Release the region. Idempotent; never raises for views still held."""
         held = vars(self)
         if "at_close" in held:
             self.at_close.close()

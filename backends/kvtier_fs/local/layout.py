@@ -109,7 +109,7 @@ def lay_out(roots: list[Root], options: FSOptions, geometry: Geometry) -> Layout
 def check_index(layout: Layout, roots: int, limits: MemoryLimits) -> None:
     """Raise ResourceError if the directory in memory, of every slot of all roots, would be larger than memory."""
     slots = roots * layout.plan.regions * layout.plan.slots(min(layout.slot_bytes))
-    need, reading = slots * INDEX_BYTES_PER_SLOT, tightest(limits, None)
+    need, reading = slots * INDEX_BYTES_PER_SLOT, tightest(limits)
     if reading is not None and reading.have_bytes < need:
         raise ResourceError(
             f"the index of {slots} slots needs {need} bytes of memory but {reading.where} offers {reading.have_bytes}: "

@@ -20,8 +20,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, TypeVar
 
-import numpy as np
-
 from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.aio.shielded_wait import shielded_wait
 from kvtier.engines.engine_memory.memory import Bytes, EngineMemory
@@ -34,7 +32,7 @@ from kvtier.errors import ResourceError, UsageError
 from kvtier.options import TierOptions
 from kvtier.stack import StackStats
 from kvtier.stack.assembly import StackParts, StackSettings
-from kvtier.tier.contract import LoadStore, LookupResult, Opened, SharedRows, TierContext
+from kvtier.tier.contract import LoadStore, LookupResult, Opened, Rows, TierContext
 from kvtier.types.checks import check_keys, check_timeout
 from kvtier.types.gpu_runs import GPURuns
 from kvtier.types.jobs import (
@@ -87,7 +85,7 @@ class MemoryCopies(LoadStore):
         self._threads = threads
         self._numbers = itertools.count()
         self._places: dict[int, PermittedPlace] = {}
-        self._rows: SharedRows | None = None
+        self._rows: Rows | None = None
 
     def admit(self, keys: Sequence[OffloadKey], places: Sequence[int], permit: CopyPermit) -> list[int]:
         """A number for each place. From any thread."""
@@ -108,8 +106,8 @@ class MemoryCopies(LoadStore):
 
     async def open(self, context: TierContext) -> Opened:
         """Take the rows of a connection."""
-        assert isinstance(context.rows, SharedRows)
-        self._rows, self._geometry, self._worker = context.rows, context.geometry, context.worker
+        assert context.rows is not None
+        self._rows, self._geometry = context.rows, context.geometry
         return Opened(0, mode="engine memory")
 
     async def load(self, job: TransferJob) -> JobResult:
@@ -132,10 +130,6 @@ class MemoryCopies(LoadStore):
             step = max(1, PART_BYTES // size)
             parts = [self._threads.run(copy, pairs[at : at + step]) for at in range(0, len(pairs), step)]
             good = list(itertools.chain.from_iterable(await shielded_wait(asyncio.gather(*parts))))
-            if success is LOADED:
-                whole = np.array(good, dtype=np.bool_)
-                rows.stamp(self._worker, group.rows[whole], group.generations[whole])
-            rows.end_use(self._worker, group.rows)
             outcomes.append(tuple([success if each else CANCELLED for each in good]))
             moved += size * sum(good)
         return JobResult(job.job_id, tuple(outcomes), moved, time.monotonic() - began)

@@ -15,16 +15,15 @@ from kvtier.config import StackConfig, StackOptions, load_stack, parse_stack
 from kvtier.engines.engine_memory.options import RESTART_SECONDS
 from kvtier.engines.engine_release import UNTESTED_KEY
 from kvtier.engines.vllm.compat import LOGGER, engine_version, expedites_loads
-from kvtier.engines.vllm.engine_config import continues_after_prefix, engine_config, engine_share, start_lines
+from kvtier.engines.vllm.engine_config import continues_after_prefix, engine_config, start_lines
 from kvtier.errors import ConfigError
-from kvtier.options import FitsEngine, TierOptions, share_of
+from kvtier.options import FitsEngine, TierOptions
 from kvtier.tier.registry import discover
 from kvtier.types.geometry import GroupLayout, KVLayout, TensorRef
 from kvtier.types.keys import GPU, GROUP_BYTES, OffloadKey
 from kvtier.types.namespace import Namespace
 
 DRIVER_KEY = "driver"
-DRIVERS = ("process", "embedded")
 REQUIRED_KEY = "required"
 READS_ONLY_KEY = "reads_only"
 SERVICE_KEY = "service"
@@ -77,14 +76,12 @@ class GroupIds:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EnginePlan:
-    """The stack of one engine, without its gpu tier. `engine_id` names its shared region; `group_ids[position]` is
-    vLLM's own id of a group.
+    """The stack of one engine, without its gpu tier. `group_ids[position]` is vLLM's own id of a group.
 
     `gpu` are the options of the tier in each of vLLM's workers. It has a lane for urgent copies if vLLM waits for some
     loads within a step, up to its `sync_load_budget_bytes`. `keeps_blocks` is False where blocks are of no use. `lines`
-    are for the log at start. `in_process`: the stack is in the scheduler's process, not in one of its own; `required`:
-    the engine does not start without that. `service`: the socket of a stack process that others started; `stack` then
-    has what concerns an engine alone. `reads_only`: the engine stores nothing.
+    are for the log at start. `required`: the engine does not start without a stack process. `service`: the socket of
+    one that others started; `stack` then has what concerns an engine alone. `reads_only`: the engine stores nothing.
     """
 
     stack: StackOptions
@@ -94,7 +91,6 @@ class EnginePlan:
     gpu: TierOptions
     keeps_blocks: bool
     lines: tuple[str, ...] = ()
-    in_process: bool = True
     required: bool = True
     service: str = ""
     reads_only: bool = False
@@ -114,29 +110,26 @@ def engine_plan(config: OffloadingConfig) -> EnginePlan:
     """
     _check_parallel(config)
     known = engine_config(config.engine_id)
-    in_process = _driver(config.extra_config) == "embedded"
-    service = _service(config.extra_config, in_process)
+    _check_driver(config.extra_config)
+    service = _service(config.extra_config)
     described = None if service and "stack" not in config.extra_config else _stack_config(config)
     stack = StackOptions(close_timeout_seconds=CLOSE_SECONDS)
     if described is not None:
-        stack = _for_engine(described, *(engine_share(config.parallel, known) if in_process else (0, 1)))
+        stack = _for_engine(described)
     group_ids = tuple(group.group_id for group in config.groups)
     gpu = _gpu_options(described).with_known(urgent_lane=_loads_in_step(config.extra_config))
     named = namespace(config, stack.namespace)
     keeps = continues_after_prefix(known)
     lines = tuple(start_lines(config, known, keeps))
-    required = _flag_of_process(config.extra_config, REQUIRED_KEY, True, in_process)
-    reads_only = _flag_of_process(config.extra_config, READS_ONLY_KEY, False, in_process)
-    return EnginePlan(
-        *(stack, named, config.engine_id, group_ids, gpu, keeps, lines, in_process, required, service, reads_only)
-    )
+    required = _flag(config.extra_config, REQUIRED_KEY, True)
+    reads_only = _flag(config.extra_config, READS_ONLY_KEY, False)
+    return EnginePlan(stack, named, config.engine_id, group_ids, gpu, keeps, lines, required, service, reads_only)
 
 
-def _driver(extra: Mapping[str, Any]) -> str:
-    driver = extra.get(DRIVER_KEY, DRIVERS[0])
-    if driver not in DRIVERS:
-        raise ConfigError(f"must be one of {', '.join(DRIVERS)}", DRIVER_KEY)
-    return str(driver)
+def _check_driver(extra: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a configuration that names a driver which is gone."""
+    if extra.get(DRIVER_KEY, "process") != "process":
+        raise ConfigError("is gone: the stack is always in a process of its own; leave the key out", DRIVER_KEY)
 
 
 def _flag(extra: Mapping[str, Any], key: str, default: bool) -> bool:
@@ -147,15 +140,7 @@ def _flag(extra: Mapping[str, Any], key: str, default: bool) -> bool:
     return value
 
 
-def _flag_of_process(extra: Mapping[str, Any], key: str, default: bool, in_process: bool) -> bool:
-    """A flag that a stack in a process of its own alone has. Raises ConfigError for another value."""
-    value = _flag(extra, key, default)
-    if in_process and value is not default:
-        raise ConfigError(f"is of a stack in a process of its own: {DRIVER_KEY}: process", key)
-    return value
-
-
-def _service(extra: Mapping[str, Any], in_process: bool) -> str:
+def _service(extra: Mapping[str, Any]) -> str:
     """The socket of a `kvtier serve`; empty for a private stack process. Raises ConfigError for another value."""
     if SERVICE_KEY not in extra:
         return ""
@@ -164,8 +149,6 @@ def _service(extra: Mapping[str, Any], in_process: bool) -> str:
         raise ConfigError("must be the absolute path of the socket of a kvtier serve", SERVICE_KEY)
     if len(os.fsencode(service)) > PATH_BYTES_MAX:
         raise ConfigError(f"must be a path of at most {PATH_BYTES_MAX} bytes, as sockets have", SERVICE_KEY)
-    if in_process:
-        raise ConfigError(f"is a stack in a process of its own: {DRIVER_KEY}: process", SERVICE_KEY)
     return service
 
 
@@ -234,19 +217,13 @@ def shares_prefixes(transfer: Any) -> bool:
     return _flag(transfer.kv_connector_extra_config, SHARED_PREFIXES_KEY, True)
 
 
-def _for_engine(config: StackConfig, engine: int, engines: int) -> StackConfig:
-    """The stack without its gpu tier, whose copies vLLM's workers make, and with this engine's share of the others."""
+def _for_engine(config: StackConfig) -> StackConfig:
+    """The stack without its gpu tier, whose copies vLLM's workers make."""
     backends = discover()
     lower = [options for options in config.tiers if backends.get(options.type).medium != GPU]
     fitted = [each.for_engine(RESTART_SECONDS) if isinstance(each, FitsEngine) else each for each in lower]
-    tiers = tuple(share_of(options, engine, engines) for options in fitted)
     close_seconds = min(config.close_timeout_seconds, CLOSE_SECONDS)
-    update: dict[str, object] = {"tiers": tiers, "close_timeout_seconds": close_seconds}
-    update["record"] = config.record and config.record.share(engine, engines)
-    if engines > 1:
-        paths = {"state_dir": config.state_dir, "stats_socket": config.stats_socket}
-        update |= {name: f"{path}-{engine}" for name, path in paths.items() if path}
-    return config.model_copy(update=update)
+    return config.model_copy(update={"tiers": tuple(fitted), "close_timeout_seconds": close_seconds})
 
 
 def one_hash_per_key(config: OffloadingConfig) -> bool:

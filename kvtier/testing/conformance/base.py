@@ -87,7 +87,7 @@ class ConformanceBase(ABC):
         probed = await tier.probe_alignment() if isinstance(tier, ProbesAlignment) else 1
         namespace = namespace or self.namespace()
         geometry = Geometry(namespace.layout, max(tier.BLOCK_SIZE_ALIGNMENT, probed) * factor)
-        rows = TestRows(self.num_rows, geometry.row_bytes, geometry.world_size)
+        rows = TestRows(self.num_rows, geometry.row_bytes)
         return TierContext("under test", geometry, namespace, time.monotonic, rows=rows)
 
     @asynccontextmanager

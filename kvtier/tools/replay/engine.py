@@ -192,5 +192,5 @@ def _available_bytes(device: str) -> int:
     """Memory that is available on a device now; all of its memory where the system does not report that."""
     if device != "cpu":
         return int(torch.cuda.mem_get_info()[0])
-    limit = tightest(SystemLimits(), None)
+    limit = tightest(SystemLimits())
     return limit.have_bytes if limit else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGESIZE")

@@ -1,4 +1,4 @@
-"""The CPU tier: what is reported stored is whole, sealed and stamped by every worker; loads return exactly that."""
+"""The CPU tier: what is reported stored is whole and sealed; loads return exactly that."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import asyncio
 import errno
 import itertools
 import mmap
-import os
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import xxhash
 from pydantic import ValidationError
-from support_region import geometry, named
+from support_region import geometry
 from support_region_workers import ArrayWorker, disk_error, job, transfer
 
-from faults.machine.shared_names import names_left
+from faults.machine.belongings import belongings, left_behind
 from kvtier.errors import GeometryError, IntegrityError, SharedMemoryError, UsageError
 from kvtier.tier.contract import AnswersLookups, ProvidesRows, TierContext
 from kvtier.tier.memory_limits import Reading
@@ -41,8 +41,9 @@ from kvtier.types.jobs import (
 )
 from kvtier.types.keys import CPU
 from kvtier.types.namespace import Namespace
-from kvtier_cpu import CPUBackend, CPUOptions, SharedRegion, open_region
-from kvtier_cpu.region.opening import RegionHost, Step
+from kvtier_cpu import CPUBackend, CPUOptions, SharedRegion
+from kvtier_cpu.region import opening
+from kvtier_cpu.region.opening import RegionHost
 from kvtier_cpu.region.shared_region import seal_rows
 from kvtier_gpu import GPUBackend, GPUOptions
 
@@ -117,7 +118,7 @@ async def test_the_budget_is_never_exceeded_and_never_rounded_up() -> None:
 
 async def test_too_little_memory_reaches_the_caller_and_leaves_the_tier_closed() -> None:
     class Nothing:
-        def readings(self, directory: str | None) -> list[Reading]:
+        def readings(self) -> list[Reading]:
             return [Reading("an empty machine", 0)]
 
     tier = Tier()
@@ -129,59 +130,29 @@ async def test_too_little_memory_reaches_the_caller_and_leaves_the_tier_closed()
     await tier.backend.close()
 
 
-async def test_a_cancelled_open_leaves_nothing_behind() -> None:
-    reached, go_on = threading.Event(), threading.Event()
+async def test_a_cancelled_open_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    reached, go_on, before = threading.Event(), threading.Event(), belongings()
+    make = opening.make_resident
 
-    def hold(step: Step) -> None:
-        if step is Step.PUBLISHED:
-            reached.set()
-            go_on.wait()
+    def hold(*given: Any) -> Any:
+        reached.set()
+        go_on.wait()
+        return make(*given)
 
-    assert not names_left()
-    tier = Tier(shared="named")
-    tier.context = replace(tier.context, engine_id=f"cancelled-{os.getpid()}")
-    tier.backend = CPUBackend(tier.backend.options, RegionHost(observe=hold))
+    monkeypatch.setattr(opening, "make_resident", hold)
+    tier = Tier()
     task = asyncio.ensure_future(tier.backend.open(tier.context))
     await asyncio.to_thread(reached.wait)
-    assert names_left()
     task.cancel()
     await asyncio.sleep(0)
     go_on.set()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert not names_left()
+    del task  # its exception holds the mapping
+    await asyncio.sleep(0)
+    assert not [left for left in left_behind(before) if "asyncio" not in left]
     with pytest.raises(UsageError):
         _ = tier.backend.rows
-
-
-async def test_coordinator_and_workers_arrive_in_any_order_and_meet_in_one_region() -> None:
-    assert not names_left()
-    layout, engine_id = geometry(), f"order-{os.getpid()}"
-    options = CPUOptions(cpu_bytes_to_use=ROWS * layout.row_bytes)
-    context = TierContext("cpu", layout, Namespace(layout.layout), float, engine_id=engine_id)
-    for order in itertools.permutations(("coordinator", 0, 1)):
-        backends = {who: CPUBackend(options) for who in order}
-        for who in order:
-            if who == "coordinator":
-                opened = await backends[who].open(context)
-                assert opened.mode.startswith("named")
-            else:
-                await backends[who].join(replace(context, worker=who))
-        regions = [backend.rows for backend in backends.values()]
-        assert len({region.incarnation for region in regions}) == 1
-        assert all(region.complete for region in regions)
-        assert not names_left()
-        rows = int_array([3])
-        backends[0].rows.stamp(0, rows, rows)
-        backends[1].rows.stamp(1, rows, rows)
-        assert backends["coordinator"].rows.stamped(rows, rows).all()
-        for backend in backends.values():
-            await backend.close()
-
-
-async def test_a_region_without_a_name_cannot_be_joined() -> None:
-    with pytest.raises(UsageError, match="named"):
-        await Tier().backend.join(Tier().context)
 
 
 async def test_close_is_idempotent_and_a_closed_tier_says_so(tier: Tier) -> None:
@@ -266,23 +237,7 @@ async def test_what_all_workers_hold_in_common_is_stored_once_by_worker_0_and_lo
     await tier.backend.close()
 
 
-async def test_a_row_one_worker_did_not_stamp_is_a_failure_and_the_others_are_kept(tier: Tier) -> None:
-    tier.workers[1].forgets = {2}
-    result = await tier.backend.store(job(JobKind.STORE, transfer(1, GPURuns.whole([1, 2, 3, 4], FACTOR), [2, 8])))
-    assert result.outcomes == ((failed(errno.EIO), STORED),)
-    assert result.bytes_moved == tier.geometry.kv_bytes_per_offloaded_block(1)
-    assert tier.backend.counters["unstamped_blocks"] == 1
-
-
-async def test_a_stamp_of_an_earlier_generation_does_not_count(tier: Tier) -> None:
-    runs = GPURuns.whole([1, 2], FACTOR)
-    assert (await tier.backend.store(job(JobKind.STORE, transfer(1, runs, [2], generation=1)))).ok
-    tier.workers[0].forgets = {2}
-    result = await tier.backend.store(job(JobKind.STORE, transfer(1, runs, [2], generation=2)))
-    assert result.outcomes == ((failed(errno.EIO),),)
-
-
-async def test_the_worst_word_of_any_worker_counts_whatever_is_stamped(tier: Tier) -> None:
+async def test_the_worst_word_of_any_worker_counts(tier: Tier) -> None:
     tier.workers[0].refuses = {2: LATE}
     tier.workers[1].refuses = {2: failed(errno.ENODEV)}
     result = await tier.backend.store(job(JobKind.STORE, transfer(1, GPURuns.whole([1, 2, 3, 4], FACTOR), [2, 8])))
@@ -458,16 +413,6 @@ async def test_a_tier_without_workers_moves_nothing_and_says_so(tier: Tier) -> N
     await alone.close()
 
 
-def test_a_worker_built_for_another_namespace_cannot_join() -> None:
-    assert not names_left()
-    owner = open_region(named("/dev/shm", f"other-{os.getpid()}", 3, 2))
-    assert names_left()
-    with pytest.raises(Exception, match="another model"):
-        open_region(named("/dev/shm", f"other-{os.getpid()}", 3, 0, namespace_digest=b"z" * 16))
-    owner.close()
-    assert not names_left()
-
-
 async def test_the_gpu_tier_of_this_process_stores_and_loads_through_the_region() -> None:
     tier = Tier()
     rng = np.random.default_rng(5)
@@ -494,7 +439,6 @@ async def test_the_gpu_tier_of_this_process_stores_and_loads_through_the_region(
     assert (await tier.backend.load(job(JobKind.LOAD, *loaded))).ok
     for own, wanted in zip(tensors, expected, strict=True):
         assert all(torch.equal(tensor, copy) for tensor, copy in zip(own, wanted, strict=True))
-    assert tier.region.uses_ended(1, int_array([9, 2, 0, 15])).tolist() == [2, 2, 2, 2]
     for gpu in gpus:
         await gpu.close()
     await tier.backend.close()

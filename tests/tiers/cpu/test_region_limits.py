@@ -5,26 +5,22 @@ from __future__ import annotations
 import mmap
 import os
 import re
-import subprocess
-import tempfile
 import threading
-import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
-from support_region import geometry, named
+from support_region import geometry
 
 from kvtier.errors import SharedMemoryError
 from kvtier.tier.memory_limits import Reading, SystemLimits, require
 from kvtier_cpu import RegionSpec, Sharing, open_region
+from kvtier_cpu.region import opening
 from kvtier_cpu.region import populate as populate_module
 from kvtier_cpu.region.attaching import attach_region
-from kvtier_cpu.region.opening import RegionHost, Step
+from kvtier_cpu.region.opening import RegionHost
 from kvtier_cpu.region.populate import make_resident
-from kvtier_cpu.region.rendezvous import Names, Patience
 from kvtier_cpu.region.shared_region import Populated
 
 MIB = 1 << 20
@@ -37,41 +33,12 @@ class Offers:
 
     found: list[Reading]
 
-    def readings(self, directory: str | None) -> list[Reading]:
+    def readings(self) -> list[Reading]:
         return self.found
 
 
 def anonymous(num_rows: int = 16, **more: object) -> RegionSpec:
-    return RegionSpec(geometry=geometry(), num_rows=num_rows, namespace_digest=b"n" * 16, serves=(0, 1), **more)
-
-
-@pytest.fixture
-def small_mount() -> Iterator[Path]:
-    """A tmpfs of one MiB of its own."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting a tmpfs needs root")
-    yield from mounted("size=1m")
-
-
-@pytest.fixture
-def advising_mount() -> Iterator[Path]:
-    """A tmpfs that gives huge pages on advice."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting a tmpfs needs root")
-    yield from mounted("size=8m,huge=advise")
-
-
-def mounted(options: str) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory() as folder:
-        answer = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], check=False, capture_output=True
-        )
-        if answer.returncode:
-            pytest.skip(f"this system does not mount a tmpfs with {options}: {answer.stderr.decode().strip()}")
-        try:
-            yield Path(folder)
-        finally:
-            subprocess.run(["umount", folder], check=True)
+    return RegionSpec(geometry=geometry(), num_rows=num_rows, namespace_digest=b"n" * 16, **more)
 
 
 def resident_bytes(label: str) -> int:
@@ -85,69 +52,21 @@ def resident_bytes(label: str) -> int:
     return total
 
 
-def used_bytes(mount: Path) -> int:
-    found = os.statvfs(mount)
-    return (found.f_blocks - found.f_bfree) * found.f_frsize
-
-
 # ---- too little
 
 
-@pytest.mark.parametrize("sharing", ["memfd", "named"])
-def test_too_little_memory_is_a_typed_error_before_any_touch(sharing: str) -> None:
-    spec = anonymous() if sharing == "memfd" else named("/dev/shm", f"little-{os.getpid()}", 2)
-    names = Names.of("/dev/shm", f"little-{os.getpid()}")
-    steps: list[Step] = []
-    host = RegionHost(limits=Offers([Reading("plenty", 1 << 40), Reading("a cup", 4096)]), observe=steps.append)
+@pytest.mark.parametrize("sharing", list(Sharing))
+def test_too_little_memory_is_a_typed_error_before_any_touch(sharing: Sharing, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, touched = anonymous(sharing=sharing), []
+    monkeypatch.setattr(opening, "make_resident", touched.append)
+    host = RegionHost(limits=Offers([Reading("plenty", 1 << 40), Reading("a cup", 4096)]))
     descriptors = set(os.listdir("/proc/self/fd"))
     with pytest.raises(SharedMemoryError, match="a cup offers 4096 bytes") as caught:
         open_region(spec, host)
     assert caught.value.need_bytes >= spec.size_bytes
     assert caught.value.have_bytes == 4096
-    assert Step.RESIDENT not in steps
+    assert not touched
     assert set(os.listdir("/proc/self/fd")) <= descriptors
-    assert not any(os.path.lexists(name) for name in (names.control, names.rows))
-
-
-def test_a_full_mount_is_a_typed_error_that_names_need_and_have(small_mount: Path) -> None:
-    spec = named(small_mount, "e", 2, num_rows=1024)
-    with pytest.raises(SharedMemoryError, match=re.escape(str(small_mount))) as caught:
-        open_region(spec)
-    assert caught.value.need_bytes == spec.size_bytes
-    assert caught.value.have_bytes <= MIB
-    assert used_bytes(small_mount) == 0
-    assert os.listdir(small_mount) == []
-
-
-def test_a_mount_that_runs_full_while_reserving_gives_everything_back(small_mount: Path) -> None:
-    spec = named(small_mount, "e", 2, num_rows=300)
-    with pytest.raises(SharedMemoryError):
-        open_region(spec, RegionHost(limits=Offers(NOTHING_READ)))
-    assert used_bytes(small_mount) == 0, "also while the error is still referenced"
-    assert os.listdir(small_mount) == []
-    open_region(named(small_mount, "e", 2, num_rows=100)).close()
-    assert used_bytes(small_mount) == 0
-
-
-def test_a_mount_that_runs_full_while_populating_gives_everything_back(advising_mount: Path) -> None:
-    host = RegionHost(limits=Offers(NOTHING_READ))
-    with pytest.raises(SharedMemoryError):
-        open_region(named(advising_mount, "e", 2, num_rows=1200), host)
-    assert used_bytes(advising_mount) == 0
-    region = open_region(named(advising_mount, "e", 2, num_rows=900), host)
-    assert region.populated is Populated.POPULATE_WRITE
-    region.view[:] = 3
-    region.close()
-
-
-def test_a_region_that_fits_exactly_can_be_written_to_its_last_byte(small_mount: Path) -> None:
-    spec = named(small_mount, "e", 2, num_rows=64, populate=False)
-    control_bytes = spec.shape.size_bytes
-    fits = named(small_mount, "e", 2, num_rows=(MIB - 2 * control_bytes) // spec.geometry.row_bytes, populate=False)
-    region = open_region(fits)
-    region.view[:] = 255
-    assert used_bytes(small_mount) <= MIB
-    region.close()
 
 
 # ---- reading the limits
@@ -168,7 +87,7 @@ def group(path: Path, **files: object) -> None:
 
 
 def have(limits: SystemLimits) -> dict[str, int]:
-    return {reading.where.rpartition("/")[2]: reading.have_bytes for reading in limits.readings(None)}
+    return {reading.where.rpartition("/")[2]: reading.have_bytes for reading in limits.readings()}
 
 
 def test_mem_available_counts(tmp_path: Path) -> None:
@@ -203,13 +122,13 @@ def test_in_a_container_the_top_of_the_mount_is_its_own_cgroup(tmp_path: Path) -
 
 def test_limits_that_cannot_be_read_are_no_limits(tmp_path: Path) -> None:
     limits = system(tmp_path, "nonsense\n", "more nonsense\n\n - \n", "gibberish\n")
-    assert limits.readings(str(tmp_path / "nowhere")) == []
-    require(limits, 1 << 60, None)
+    assert limits.readings() == []
+    require(limits, 1 << 60)
 
 
-def test_this_system_has_limits_and_the_mount_is_one_of_them() -> None:
-    readings = SystemLimits().readings("/dev/shm")
-    assert {"/dev/shm", "MemAvailable"} <= {reading.where for reading in readings}
+def test_this_system_has_limits() -> None:
+    readings = SystemLimits().readings()
+    assert "MemAvailable" in {reading.where for reading in readings}
     assert all(reading.have_bytes >= 0 for reading in readings)
 
 
@@ -239,26 +158,14 @@ def test_without_populating_memory_is_reserved_but_not_mapped() -> None:
     region.close()
 
 
-def test_a_joiner_that_populates_changes_no_byte(tmp_path: Path) -> None:
-    first = open_region(named("/dev/shm", f"joiner-{os.getpid()}", 2, 0))
-    first.view[:] = np.arange(first.row_bytes, dtype=np.uint32).astype(np.uint8)
-    expected = first.view.copy()
-    second = open_region(named("/dev/shm", f"joiner-{os.getpid()}", 2, 1))
-    assert (second.view == expected).all()
-    second.close()
-    first.close()
-
-
 def test_memory_of_a_failed_population_can_be_unmapped_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(populate_module, "_madvise", lambda pages, start, length, advice: 12 if start else 0)
     monkeypatch.setattr(populate_module, "PIECE_BYTES", mmap.PAGESIZE)
     fd = os.memfd_create("rows")
     os.ftruncate(fd, 16 * mmap.PAGESIZE)
     pages = mmap.mmap(fd, 16 * mmap.PAGESIZE)
-    patience = Patience(time.monotonic, time.monotonic() + 5, threading.Event())
-    spec = named("a cup", "e", 1, huge_pages=False)
-    with pytest.raises(SharedMemoryError, match="a cup"):
-        make_resident(fd, pages, spec, patience)
+    with pytest.raises(SharedMemoryError, match="anonymous memory"):
+        make_resident(fd, pages, anonymous(huge_pages=False), threading.Event())
     pages.close()  # a view kept anywhere would make this a BufferError
     os.close(fd)
 
@@ -278,18 +185,14 @@ def flags_of(memory: np.ndarray) -> list[str]:
 @pytest.mark.parametrize("dump_rows", [False, True])
 @pytest.mark.parametrize("sharing", list(Sharing))
 def test_core_dumps_leave_the_rows_out(sharing: Sharing, dump_rows: bool) -> None:
-    if sharing is Sharing.NAMED:
-        spec = named("/dev/shm", f"dump-{os.getpid()}", 1, dump_rows=dump_rows, geometry=geometry(1))
-    else:
-        spec = anonymous(sharing=sharing, dump_rows=dump_rows)
-    region = open_region(spec)
+    region = open_region(anonymous(sharing=sharing, dump_rows=dump_rows))
     assert ("dd" in flags_of(region.view)) is not dump_rows
     region.close()
 
 
 def test_a_region_of_passed_descriptors_is_kept_from_core_dumps_too() -> None:
-    region = open_region(anonymous(participants=2))
-    other = attach_region(anonymous(participants=2, participant=1), *region.descriptors)
+    region = open_region(anonymous())
+    other = attach_region(anonymous(), *region.descriptors)
     assert "dd" in flags_of(other.view)
     other.close()
     region.close()

@@ -16,6 +16,7 @@ from support_gpu import MmapRows, context, job, make_worker, naive_copy, runs_of
 from kvtier.tier.contract import Opened
 from kvtier.types.geometry import Geometry, GroupLayout, KVLayout, TensorRef
 from kvtier.types.gpu_runs import GPURuns
+from kvtier.types.jobs import LOADED, DropReason, dropped
 from kvtier_gpu import GPUBackend, GPUOptions
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -58,10 +59,10 @@ async def test_bytes_are_exact_both_ways_and_nothing_else_changes(style: str, co
     pieces = [(0, 1, [7, 8]), (1, 0, [30, 2, 19]), (2, 0, [5]), (2, 2, [11])]
     work = job(*(transfer(group, runs_of(pieces), [group, group + 4, 11 - group], 5) for group in range(3)))
     back = job(*(transfer(group, runs_of(pieces), [group + 4, group, 11 - group]) for group in range(3)))
-    assert (await tier.load(work)).ok
+    partial = dropped(DropReason.PARTIAL)
+    assert (await tier.load(work)).outcomes == ((partial, LOADED, partial),) * 3
     naive_copy(GEOMETRY, work, 1, twin.tensors, want, to_gpu=False)
     assert (rows.view == want).all()
-    assert rows.stamps[1].tolist() == [5 if row in (4, 5, 6) else 0 for row in range(NUM_ROWS)]
     assert (await tier.store(replace(back, urgent=True))).ok
     naive_copy(GEOMETRY, back, 1, twin.tensors, want, to_gpu=True)
     assert worker.holds(twin.bytes())
@@ -140,7 +141,7 @@ async def main():
     torch._assert_async(torch.zeros(1, device="cuda"))  # an assertion on the device, which ends its context
     tier.fence()
     results = [await tier.load(work), await tier.load(work), await tier.store(work)]
-    print([str(result.outcomes[0][0].reason or result.outcomes[0][0].errno) for result in results], rows.stamps.sum())
+    print([str(result.outcomes[0][0].reason or result.outcomes[0][0].errno) for result in results])
     await tier.close()
 
 logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING)

@@ -14,10 +14,11 @@ from support_counts import examples
 from support_cuda import ANY_ORDER, IN_STREAM_ORDER, FakeCuda
 from support_cuda_tier import BLOCKS, GEOMETRY, PAGE, ROWS, Stand, compute, opened, small
 from support_gpu import MmapRows, job, make_worker, naive_copy, transfer
-from support_gpu_cases import NUM_BLOCKS, NUM_ROWS, Case, cases, check_stamps, total
+from support_gpu_cases import NUM_BLOCKS, NUM_ROWS, Case, cases, check_outcomes, total
 
 from kvtier.types.geometry import Geometry, GroupLayout, KVLayout, TensorRef
 from kvtier.types.gpu_runs import GPURuns
+from kvtier.types.jobs import JobResult
 from kvtier_gpu.engines import batch_copy, pinned_region
 from kvtier_gpu.engines.plan_copier import CopyPath
 
@@ -46,6 +47,7 @@ async def both_ways(case: Case, copies: str, urgent: bool) -> None:
     there, back = case.jobs
     back.urgent = urgent
     twin.fill_from(worker.storages)
+    results: list[JobResult] = []
     async with opened(device, geometry, worker, rows, index=index, copies=copies) as tier:
         for work, value, to_gpu in ((there, 0x5A, False), (back, 0xC3, True)):
             compute(device, device.default, worker.storages, value)
@@ -53,13 +55,12 @@ async def both_ways(case: Case, copies: str, urgent: bool) -> None:
                 storage.bitwise_xor_(value)
             naive_copy(geometry, work, index, twin.tensors, want, to_gpu)
             tier.fence()
-            result = await (tier.store(work) if to_gpu else tier.load(work))
-            assert result.ok
-            assert result.bytes_moved == total(geometry, work)
+            results.append(await (tier.store(work) if to_gpu else tier.load(work)))
+            assert results[-1].bytes_moved == total(geometry, work)
         device.default.synchronize()
         assert (rows.view == want).all()
         assert worker.holds(twin.bytes())
-    check_stamps(case, rows, [index])
+    check_outcomes(case, *results)
     del device
     rows.close()
 

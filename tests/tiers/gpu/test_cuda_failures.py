@@ -48,9 +48,6 @@ async def check_partial(stand: Stand, tier: GPUBackend, work: TransferJob, to_gp
     assert [i for i, one in enumerate(outcomes) if not one.ok] == sorted(missed)
     assert all(outcomes[i] == FAILED for i in missed)
     assert result.bytes_moved == len(good) * 2 * GEOMETRY.page_bytes(0)
-    assert stand.rows.uses[0].tolist() == [int(row in rows) for row in range(ROWS)]
-    stamped = np.flatnonzero(stand.rows.stamps[0] == work.job_id).tolist()
-    assert stamped == ([] if to_gpu else sorted(rows[i] for i in good))
     if to_gpu:
         assert (stand.rows.view == had).all()
     else:
@@ -127,7 +124,7 @@ async def test_what_the_driver_refuses_is_copied_singly(
 async def test_a_lost_device_takes_the_tier_out_of_use(
     copies: str, steps: int, seed: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Wherever it is lost, each block has an outcome, no row is stamped that is not whole, and the log has one line."""
+    """Wherever it is lost, each block has an outcome, what is loaded is whole, and the log has one line."""
     stand = Stand(FakeCuda(seed), seed)
     rows = stand.random.permutation(ROWS).reshape(4, 6)
     ways = (False, True, False, True)
@@ -143,8 +140,6 @@ async def test_a_lost_device_takes_the_tier_out_of_use(
             results = await asyncio.gather(*(moved(tier, *one) for one in zip(jobs, ways, strict=True)))
             for work, result, to_gpu, want in zip(jobs, results, ways, wants, strict=True):
                 check_lost(stand, work, result, to_gpu, want)
-            named = [row for work in jobs for group in work.groups for row in group.rows.tolist()]
-            assert stand.rows.uses[0].tolist() == [named.count(row) for row in range(ROWS)]
             stand.device.lose()
             await tier.load(jobs[0])
             tier.fence()
@@ -163,7 +158,6 @@ def check_lost(stand: Stand, work: TransferJob, result: JobResult, to_gpu: bool,
     for group, outcomes in zip(work.groups, result.outcomes, strict=True):
         for row, one in zip(group.rows.tolist(), outcomes, strict=True):
             assert one.ok or one in (FAILED, TIER_DOWN)
-            assert (stand.rows.stamps[0][row] == work.job_id) == (one.ok and not to_gpu)
             assert not one.ok or to_gpu or (stand.rows.view[row] == want[row]).all()
 
 
@@ -182,7 +176,6 @@ async def test_a_fence_that_fails_fails_the_copies_after_it(seed: int) -> None:
         device.new_event = refused
         result = await tier.load(stand.job(1))
         assert [one for of in result.outcomes for one in of] == [FAILED] * 5
-        assert not stand.rows.stamps.any()
         assert device.calls == []
         tier.fence()
         assert (await tier.load(stand.job(2))).ok
@@ -202,13 +195,11 @@ async def test_a_copy_that_never_ends_keeps_its_rows_and_not_the_tier(
         await tier.close()
         assert "still in flight" in caplog.text
         assert not call.done()
-        assert stand.rows.uses.sum() == stand.rows.stamps.sum() == 0
         assert stand.device.pinned
         for stream in stand.device.streams:
             stand.device.release(stream)
         assert (await call).ok
         assert (stand.rows.view == stand.wanted(work)).all()
-        assert np.count_nonzero(stand.rows.stamps[0] == 4) == 5
         stand.device.pinned.clear()  # left as they are: the process goes on with the memory
 
 
@@ -223,10 +214,7 @@ async def test_a_cancelled_copy_ends_before_its_rows_are_free(seed: int) -> None
             call.cancel()
             await asyncio.sleep(0)
         assert not call.done()
-        assert stand.rows.uses.sum() == 0
         for stream in stand.device.streams:
             stand.device.release(stream)
         with pytest.raises(asyncio.CancelledError):
             await call
-        assert stand.rows.uses.sum() == 5
-        assert stand.rows.stamps.sum() == 0

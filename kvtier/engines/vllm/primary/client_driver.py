@@ -70,7 +70,6 @@ class ClientDriver:
         self.identity: Identity = engine_identity(plan)
         self.client = SchedulerClient(self.identity, complete=False, events=events, required=plan.required)
         self.num_rows, self.row_bytes = self.client.welcome.num_rows, self.client.welcome.row_bytes
-        self.chooses = False  # the stack process does
         self._close_seconds = plan.stack.close_timeout_seconds + CLOSE_GRACE_SECONDS
         self.measures_prefill = plan.stack.prefill_tokens_per_second == "measured"
         self._core = self.client.core

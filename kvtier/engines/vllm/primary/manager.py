@@ -1,4 +1,4 @@
-"""The scheduler's side: answers vLLM from a tier stack in this process.
+"""The scheduler's side: answers vLLM from a tier stack in a process of its own.
 
 vLLM scans prefixes from the left and windows from the right. It repeats the scan in every step in which a request
 waits, and does not report a hit that it did not use. So the keys of a step's scans are collected and reserved when the
@@ -12,7 +12,6 @@ import time
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import groupby
-from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import LookupResult as Answer
@@ -27,10 +26,10 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvtier.client.request import ClientRequest
 from kvtier.engines.vllm.adapters import content_in_keys
 from kvtier.engines.vllm.compat import LOGGER
 from kvtier.engines.vllm.primary.client_driver import ClientDriver
-from kvtier.engines.vllm.primary.embedded import EmbeddedDriver
 from kvtier.engines.vllm.primary.request_hints import RequestHints, request_info
 from kvtier.engines.vllm.primary.router_events import RouterEvents
 from kvtier.engines.vllm.primary.served_requests import (
@@ -46,7 +45,6 @@ from kvtier.engines.vllm.primary.unserved import UnservedRequests, ends_alone
 from kvtier.engines.vllm.primary.wire import RowsSpec, rows_spec
 from kvtier.engines.vllm.settings import SHARED_PREFIXES_KEY, EnginePlan, GroupIds
 from kvtier.errors import IntegrityError
-from kvtier.stack.request import StackRequest
 from kvtier.tier.contract import LookupResult
 from kvtier.types.gpu_runs import GPURuns
 from kvtier.types.jobs import GPUGroup
@@ -73,14 +71,13 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         self._ids = GroupIds(plan.group_ids)
         self._requests: defaultdict[str, RequestState] = defaultdict(RequestState)
         self._scanned: dict[str, RequestState] = {}
-        self._reserved: dict[str, StackRequest] = {}
+        self._reserved: dict[str, ClientRequest] = {}
         self._in_step = False
         self._keeps_blocks = plan.keeps_blocks
         self._stores = plan.keeps_blocks and not plan.reads_only
         self._adapters = content_in_keys(self)
         try:
-            driver = EmbeddedDriver if plan.in_process else ClientDriver
-            self._driver: Any = driver(plan, config.enable_kv_cache_events)
+            self._driver = ClientDriver(plan, config.enable_kv_cache_events)
         except BaseException:
             self._adapters.release(self)
             raise
@@ -88,7 +85,6 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         self._events = RouterEvents(self._driver, self._ids, config)
         ends = ends_alone(plan.lines, config.extra_config.get(SHARED_PREFIXES_KEY, True))
         self._unserved = UnservedRequests(self._driver.stats, self._num_groups, ends)
-        self._chooses = self._driver.chooses
         measures = self._driver.measures_prefill and served
         self._prefills = Prefills(self._driver.prompt_computed) if measures else None
         self._records = plan.stack.record is not None and served
@@ -129,13 +125,11 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
             if answer is not None:
                 return _ANSWERS[answer]
         result = self._driver.look_up_one(state.request, own)
-        if state.computes and result is not LookupResult.HIT:
-            return Answer.MISS
         if result is not LookupResult.MISS:
             state.found(own, result)
         return _ANSWERS[result]
 
-    def _begin_request(self, req_context: ReqContext, state: RequestState) -> StackRequest:
+    def _begin_request(self, req_context: ReqContext, state: RequestState) -> ClientRequest:
         state.request = self._driver.request(req_context.req_id, request_info(req_context))
         return state.request
 
@@ -179,7 +173,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         self._events.used(order)
         state.refused_since, state.loaded = None, True
         self._reserved.pop(req_context.req_id, None)
-        return rows_spec(placed.gpu_groups, self._num_groups, self._driver.name(placed), stamped=False)
+        return rows_spec(placed.gpu_groups, self._num_groups, self._driver.name(placed))
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Every worker has copied: the rows are unpinned."""
@@ -213,7 +207,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         if placed is not None:
             self._events.used(stored)
             self._hints.stored(req_context.req_id, stored)
-        spec = rows_spec(groups, self._num_groups, self._driver.name(placed), stamped=True)
+        spec = rows_spec(groups, self._num_groups, self._driver.name(placed))
         return PrepareStoreOutput([self._ids.to_vllm(key) for key in stored], spec, [])
 
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
@@ -289,19 +283,10 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
             state.chain = {}
 
     def _reserve(self, request_id: str, state: RequestState) -> None:
-        """Have what the request found be loaded, as far as that is sooner than computing it.
-
-        Of several groups all is loaded or nothing: a prefix counts only if every group has its part.
-        """
-        keys, request = list(state.keys), state.request
-        assert request is not None
-        if self._chooses and not state.computes:
-            end = request.worth_loading(keys)
-            state.computes = end < len(keys)
-            keys = [] if state.computes and self._num_groups > 1 else keys[:end]
-        if keys:
-            request.reserve(keys)
-            self._reserved[request_id] = request
+        """Have what the request found be loaded, as far as that is sooner than computing it."""
+        assert state.request is not None
+        state.request.reserve(list(state.keys))
+        self._reserved[request_id] = state.request
 
     def _end_leases(self, request_id: str) -> None:
         if request_id in self._reserved:
@@ -319,7 +304,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         self._unserved.on_end(state)
         self._end_request(req_context, state.request)
 
-    def _end_request(self, req_context: ReqContext, request: StackRequest | None) -> None:
+    def _end_request(self, req_context: ReqContext, request: ClientRequest | None) -> None:
         """End the stack's request, which there is from the first lookup on. The trace has those without lookups too."""
         served = req_context.get_state(ServedRequest)
         output_tokens = None if served is None else served.request.num_output_tokens

@@ -8,33 +8,21 @@ the models' memory differs from that of the start; it is taken when the schedule
 import asyncio
 import functools
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from enum import IntEnum
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import xxhash
 from torch import nn
 
 from kvtier.aio.daemon_pool import DaemonPool
-from kvtier.aio.shared_semaphore import SEMAPHORE_BYTES, SharedSemaphore
 
-WAIT_SECONDS = 0.005
 PIECE_BYTES = 64 << 20
 WORD_BYTES = 8
-_LOADS, _ANSWER, _ASKED = 0, 1, slice(-SEMAPHORE_BYTES // WORD_BYTES, None)
-"""Words of a worker: how often `load_weights` was called; the number of the last question, and the verdict; the
-semaphore that is posted for each question."""
-_QUESTION = 0
-"""Word of the coordinator: how often it has asked."""
 
 _log = logging.getLogger(__name__)
-
-Words = npt.NDArray[np.uint64]
 
 
 class Verdict(IntEnum):
@@ -111,66 +99,6 @@ class ModelWeights:
         """Give the models their methods back, and end the thread."""
         self._undo.close()
         self._thread.shutdown()
-
-
-class WorkerWeights(ModelWeights):
-    """Answers the coordinator by words of memory. `words` are the worker's own, `asked` those of the coordinator."""
-
-    def __init__(self, models: Sequence[nn.Module], words: Words, asked: Words, *, readable: bool) -> None:
-        self._words = words
-        self._asked = asked
-        self._posted = SharedSemaphore(words[_ASKED].view(np.uint8), new=True)
-        self._released = False
-        super().__init__(models, self._count, readable=readable)
-
-    def _count(self) -> None:
-        self._words[_LOADS] += np.uint64(1)
-
-    async def answer(self) -> None:
-        """Answer the coordinator's questions until `release`; in between the thread sleeps.
-
-        No call of the engine could answer: an idle one makes none, and a reset may wait on the very thread that calls.
-        """
-        while not self._released:
-            await self._thread.run(self._posted.wait)
-            if not self._released:
-                question = int(self._asked[_QUESTION])
-                self._words[_ANSWER] = len(Verdict) * question + await self.compare()
-
-    def release(self) -> None:
-        """Give the models their methods back, and end the thread that waits for questions."""
-        self._released = True
-        self._posted.post()
-        super().release()
-
-
-class EngineWeights:
-    """The weights of all workers as the scheduler's process sees them. `words` are those of the region."""
-
-    def __init__(self, words: Words) -> None:
-        self._loads = words[:-1, _LOADS]
-        self._answers = words[:-1, _ANSWER]
-        self._own = words[-1]
-        self._posts = [SharedSemaphore(own[_ASKED].view(np.uint8)) for own in words[:-1]]
-        self._seen = int(self._loads.sum())
-
-    def loaded(self) -> bool:
-        """True if weights were loaded since the last call."""
-        before, self._seen = self._seen, int(self._loads.sum())
-        return self._seen != before
-
-    def compare(self, timeout_seconds: float) -> Verdict:
-        """Compares the weights of all workers with those of the start. UNKNOWN if an answer is late."""
-        question = int(self._own[_QUESTION]) + 1
-        self._own[_QUESTION] = question
-        for worker in self._posts:
-            worker.post()
-        deadline = time.monotonic() + timeout_seconds
-        while not (self._answers // len(Verdict) == question).all():
-            if time.monotonic() > deadline:
-                return Verdict.UNKNOWN
-            time.sleep(WAIT_SECONDS)
-        return Verdict(int((self._answers % len(Verdict)).min()))
 
 
 def checksum(models: Sequence[nn.Module]) -> bytes | None:

@@ -15,7 +15,6 @@ from vllm.v1.kv_offload.base import Locality, Medium, OffloadingEvent
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvtier.engines.vllm.primary.client_driver import ClientDriver
-from kvtier.engines.vllm.primary.embedded import EmbeddedDriver
 from kvtier.engines.vllm.settings import GroupIds, one_hash_per_key
 from kvtier.types import events
 from kvtier.types.keys import CPU, OffloadKey
@@ -36,7 +35,7 @@ class RouterEvents:
     place to routers, and what a tier removes is published once more while another one has it.
     """
 
-    def __init__(self, driver: EmbeddedDriver | ClientDriver, ids: GroupIds, config: OffloadingConfig) -> None:
+    def __init__(self, driver: ClientDriver, ids: GroupIds, config: OffloadingConfig) -> None:
         self._driver = driver
         self._ids = ids
         self._enabled = config.enable_kv_cache_events

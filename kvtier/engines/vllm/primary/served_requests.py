@@ -16,7 +16,7 @@ from typing import Any
 from vllm.v1.kv_offload.base import ReqContext
 from vllm.v1.kv_offload.config import OffloadingConfig
 
-from kvtier.stack.request import StackRequest
+from kvtier.client.request import ClientRequest
 from kvtier.tier.contract import LookupResult
 from kvtier.types.keys import OffloadKey, key_group, make_key
 
@@ -139,7 +139,7 @@ class RequestState:
     """The lookups of one request. `keys` are those found in this step's scans, in lookup order.
 
     `deferred`: one of them was not a hit. `unknown` are those that no tier could answer for in this step, `chain` those
-    that are looked up until all are known. `computes`: what is not in a row is computed, which is sooner than a load.
+    that are looked up until all are known.
     `request` is that of the stack from the first lookup on, `announced` how many of its keys the stack was given.
     `from_below` are the keys that were not in a row at their first lookup: vLLM reports them as disk hits. `pending`
     are those that were answered with HIT_PENDING. `groups` are those with a block that was found, `loaded` is True once
@@ -150,11 +150,10 @@ class RequestState:
     unknown: dict[OffloadKey, None] = field(default_factory=dict)
     chain: dict[OffloadKey, None] = field(default_factory=dict)
     deferred: bool = False
-    computes: bool = False
     refused_since: float | None = None
     from_below: set[OffloadKey] = field(default_factory=set)
     pending: set[OffloadKey] = field(default_factory=set)
-    request: StackRequest | None = None
+    request: ClientRequest | None = None
     announced: int = 0
     groups: set[int] = field(default_factory=set)
     loaded: bool = False

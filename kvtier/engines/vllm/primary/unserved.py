@@ -42,7 +42,7 @@ class UnservedRequests:
         """A request has ended."""
         if state.loaded:
             self._found = self._missed = 0
-        elif state.groups and not state.computes:
+        elif state.groups:
             self._found += 1
             if self._found == self._found_max:
                 self._found_max *= 10

@@ -20,29 +20,27 @@ NO_REPORT = -1
 class RowsSpec(LoadStoreSpec):  # type: ignore[misc]
     """Rows of the shared region for one transfer, group after group in the order of the keys.
 
-    `group_sizes[g]` rows belong to group position g; `generations` are what a store has to stamp, empty for loads.
-    vLLM sends it to every worker each step, so it is three arrays and a tuple. The workers report the end of the
-    copy to the stack process by its `number`; the rows are those of the session `life`.
+    `group_sizes[g]` rows belong to group position g. vLLM sends it to every worker each step, so it is an array and a
+    tuple. The workers report the end of the copy to the stack process by its `number`; the rows are those of the
+    session `life`.
     """
 
     rows: np.ndarray
-    generations: np.ndarray
     group_sizes: tuple[int, ...]
-    number: int = NO_REPORT
-    life: str = ""
+    number: int
+    life: str
 
 
-def rows_spec(groups: Sequence[GPUGroup], num_groups: int, named: tuple[int, str], *, stamped: bool) -> RowsSpec:
+def rows_spec(groups: Sequence[GPUGroup], num_groups: int, named: tuple[int, str]) -> RowsSpec:
     """The rows of the groups of a placed job, which are in ascending position, and of each in the order of its keys.
 
-    `named`: its number and the session. `stamped`: the workers stamp the rows, because they store into them.
+    `named`: its number and the session.
     """
     sizes = [0] * num_groups
     for group in groups:
         sizes[group.group] = len(group.keys)
     rows = np.concatenate([NO_IDS, *(group.rows for group in groups)]).astype(np.int32)
-    generations = np.concatenate([NO_IDS, *(group.generations for group in groups if stamped)])
-    return RowsSpec(rows, generations, tuple(sizes), *named)
+    return RowsSpec(rows, tuple(sizes), *named)
 
 
 def copy_job(
@@ -62,8 +60,7 @@ def copy_job(
         if num_rows:
             names = tuple(OffloadKey(place.to_bytes(4, "big")) for place in range(row, row + num_rows))
             runs = _runs(kind, ids[block : block + num_blocks], int(first) % factor, num_rows, factor)
-            row_ids, generations = int_array(rows.rows[part]), int_array(rows.generations[part])
-            groups.append(GPUGroup(GroupIndex(group), names, runs, row_ids, generations))
+            groups.append(GPUGroup(GroupIndex(group), names, runs, int_array(rows.rows[part])))
         row += num_rows
         block += num_blocks
     return TransferJob(JobId(job_id), kind, tuple(groups), urgent=urgent)
@@ -73,8 +70,7 @@ def _runs(kind: JobKind, ids: IntArray, head: int, num_rows: int, factor: int) -
     """Contiguous GPU blocks from sub-block `head` of the first row on; null blocks are not copied.
 
     For a store vLLM names the first block's index and leaves null blocks out wherever they are, so there is one
-    reading only if nothing is missing, or only the head of the first chunk. Else nothing is copied, and the rows are
-    not stamped.
+    reading only if nothing is missing, or only the head of the first chunk. Else nothing is copied.
     """
     if not head and len(ids) == num_rows * factor and (ids != NULL_BLOCK).all():
         return GPURuns.whole(ids, factor)

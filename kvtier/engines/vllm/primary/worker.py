@@ -18,16 +18,15 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec as VLLMBlocks
 from kvtier.aio.loop_thread import LoopThread
 from kvtier.client.connection import Participant
 from kvtier.client.worker import WorkerConnection, WorkerLink, reads_only
-from kvtier.config import build_tiers
 from kvtier.engines.vllm.compat import LOGGER
 from kvtier.engines.vllm.engine_config import root_modules
 from kvtier.engines.vllm.identity import worker_note
-from kvtier.engines.vllm.primary.model_weights import ModelWeights, WorkerWeights
+from kvtier.engines.vllm.primary.model_weights import ModelWeights
 from kvtier.engines.vllm.primary.wire import RowsSpec, copy_job
 from kvtier.engines.vllm.settings import EnginePlan, engine_identity, worker_layout
-from kvtier.errors import ConfigError, ResourceError
-from kvtier.stack.assembly import resolve_alignment, to_fence
-from kvtier.tier.contract import FencesCopies, HasWords, JoinsRows, SharedRows, TierContext
+from kvtier.errors import ResourceError
+from kvtier.stack.assembly import to_fence
+from kvtier.tier.contract import FencesCopies, TierContext
 from kvtier.tier.registry import discover
 from kvtier.types.geometry import Geometry, KVLayout
 from kvtier.types.jobs import JobKind, JobResult, TransferJob
@@ -42,16 +41,6 @@ LOAD_SECONDS = 30.0
 """How long it may take to tell the stack process that weights are loaded; else loading them fails."""
 
 
-def beside_scheduler(plan: EnginePlan) -> bool:
-    """True if the scheduler surely is in this process: vLLM runs the only worker inside the engine core then.
-
-    Any other executor, also one that an operator brings along, may start the worker in a process of its own.
-    """
-    config = get_current_vllm_config_or_none()
-    alone = plan.namespace.layout.world_size == 1
-    return alone and config is not None and config.parallel_config.distributed_executor_backend == "uni"
-
-
 def loaded_models() -> tuple[list[nn.Module], bool]:
     """The models that this worker has built, and whether their memory is there at all times: sleep takes it away."""
     config = get_current_vllm_config_or_none()
@@ -59,7 +48,7 @@ def loaded_models() -> tuple[list[nn.Module], bool]:
 
 
 class KVTierWorker(OffloadingWorker):  # type: ignore[misc]
-    """The copies of one rank. The rows of a store that failed stay unstamped, so the scheduler drops them.
+    """The copies of one rank, whose ends it reports to the stack process.
 
     The gpu tier's jobs are named from its side: it loads what vLLM stores, and stores what vLLM loads.
     """
@@ -67,52 +56,33 @@ class KVTierWorker(OffloadingWorker):  # type: ignore[misc]
     def __init__(self, plan: EnginePlan, rank: int, kv_caches: CanonicalKVCaches) -> None:
         self._factor = plan.namespace.layout.block_size_factor
         self._running: dict[int, Future[TransferResult]] = {}
-        self._tiers = build_tiers(plan.whole) if plan.in_process else []
         self._gpu = discover().get(plan.gpu.type)(plan.gpu)
         self._fenced: Sequence[FencesCopies] = ()
-        self._one_process = beside_scheduler(plan)
-        self._connection: WorkerConnection | None = None
         refs = [[(ref.tensor_idx, ref.page_size_bytes) for ref in group] for group in kv_caches.group_data_refs]
         layout = worker_layout(plan.namespace.layout, refs)
         tensors = [entry.tensor for entry in kv_caches.tensors]
+        self._connection: WorkerConnection | None = None
         self._weights: ModelWeights | None = None
         self._thread = LoopThread("kvtier-worker", "worker")
         try:
             self._thread.open()
             models, readable = loaded_models()
             note = worker_note(layout, models)
-            rows = self._thread.run(lambda: self._open(plan, rank, layout, tensors, note), OPEN_SECONDS)
-            if self._connection is not None:
-                self._weights = ModelWeights(models, self._on_load, readable=readable)
-                self._connection.compare = self._weights.compare
-                self._thread.run(self._weights.open, OPEN_SECONDS)
-            else:
-                assert isinstance(rows, HasWords)
-                answering = WorkerWeights(models, rows.words[rank], rows.words[-1], readable=readable)
-                self._weights = answering
-                self._thread.run(answering.open, OPEN_SECONDS)
-                self._thread.start(answering.answer)
+            connection = self._thread.run(lambda: self._open(plan, rank, layout, tensors, note), OPEN_SECONDS)
+            self._weights = ModelWeights(models, self._on_load, readable=readable)
+            connection.compare = self._weights.compare
+            self._thread.run(self._weights.open, OPEN_SECONDS)
         except BaseException:
             self.shutdown()
             raise
 
     async def _open(
         self, plan: EnginePlan, rank: int, layout: KVLayout, tensors: Sequence[torch.Tensor], note: str
-    ) -> SharedRows | None:
-        """Map the rows of a stack in the scheduler's process, which are returned, or connect to one of its own."""
-        alignment = await resolve_alignment(self._tiers) if plan.in_process else 1  # else the stack process's
-        nominal = Geometry(plan.namespace.layout, alignment)
-        context = TierContext(
-            "cpu", nominal, plan.namespace, time.monotonic, plan.engine_id, rank, one_process=self._one_process
-        )
+    ) -> WorkerConnection:
+        """Connect to the stack process and map its rows."""
+        nominal = Geometry(plan.namespace.layout, 1)  # the stack process has the alignment
+        context = TierContext("cpu", nominal, plan.namespace, time.monotonic, rank)
         opening = replace(context, name="gpu", kv_caches=tensors)
-        if plan.in_process:
-            cpu = self._tiers[0]
-            if not isinstance(cpu, JoinsRows):
-                raise ConfigError("workers in processes of their own cannot map its region", "stack.tiers[0]")
-            rows = await cpu.join(context, note)
-            await self._open_gpu(replace(opening, geometry=replace(nominal, layout=layout), rows=rows))
-            return rows
 
         async def open_rows(link: WorkerLink) -> None:
             geometry, mapped = link.attach(context)
@@ -122,7 +92,7 @@ class KVTierWorker(OffloadingWorker):  # type: ignore[misc]
         process = Participant("worker", rank, note, reads_only=reads_only(identity, rank, tensors))
         self._connection = WorkerConnection(identity, process, self._gpu, open_rows)
         await self._connection.open(plan.required)
-        return None
+        return self._connection
 
     async def _open_gpu(self, context: TierContext) -> None:
         opened = await self._gpu.open(context)
@@ -151,10 +121,8 @@ class KVTierWorker(OffloadingWorker):  # type: ignore[misc]
         return True
 
     async def _copy(self, job: TransferJob, rows: RowsSpec) -> TransferResult:
-        if self._connection is not None:
-            result = await self._connection.copy(job, rows.number, rows.life, self._carry_out)
-        else:
-            result = await self._carry_out(job)
+        assert self._connection is not None
+        result = await self._connection.copy(job, rows.number, rows.life, self._carry_out)
         return TransferResult(job.job_id, job.kind is JobKind.LOAD or result.ok, result.bytes_moved, result.seconds)
 
     async def _carry_out(self, job: TransferJob) -> JobResult:
@@ -202,7 +170,3 @@ class KVTierWorker(OffloadingWorker):  # type: ignore[misc]
     async def _close(self) -> None:
         if self._connection is not None:
             await self._connection.close()
-        else:
-            await self._gpu.close()
-            for cpu in self._tiers[:1]:
-                await cpu.close()

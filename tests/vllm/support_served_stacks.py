@@ -1,4 +1,4 @@
-"""Both drivers under a `FakeEngine`; the stack process of a test is a thread, whose pool the test may look into."""
+"""The stack process of a `FakeEngine`: a thread of the test, whose pool it may look into."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import fake_engine
 import pytest
 from fake_engine import FakeEngine
 from support_driver import ServedHere
@@ -36,18 +35,13 @@ class ServedStack:
     start_again = start
 
 
-class Drivers:
-    """The driver that engines of a test get, and the stacks that serve them."""
+class ServedStacks:
+    """The stacks that serve the engines of a test."""
 
-    def __init__(self, name: str, folder: str) -> None:
-        self.name = name
+    def __init__(self, folder: str) -> None:
         self._folder = folder
         self._served: dict[str, ServedHere] = {}
         self._started = 0
-
-    @property
-    def is_process(self) -> bool:
-        return self.name == "process"
 
     def private(self, text: str, runtime_dir: str = "", **_: Any) -> ServedStack:
         """In the place of `PrivateStack`: the stack process for a stack file, in a thread."""
@@ -85,7 +79,7 @@ class Drivers:
 
     def stack_of(self, engine: FakeEngine) -> Any:
         """The stack that serves an engine."""
-        return self._pool_of(engine).pool if self.is_process else engine.manager._driver.stack
+        return self._pool_of(engine).pool
 
     def _pool_of(self, engine: FakeEngine) -> ServedHere:
         path = engine.manager._driver.identity.path
@@ -93,7 +87,7 @@ class Drivers:
 
     def call(self, engine: FakeEngine, call: Callable[..., T], *args: Any) -> T:
         """Call something of the stack, in the thread that it belongs to."""
-        return self._pool_of(engine).run(call, *args) if self.is_process else call(*args)
+        return self._pool_of(engine).run(call, *args)
 
     def control(self, engine: FakeEngine) -> Any:
         """The state of the stack's control plane."""
@@ -126,9 +120,10 @@ class Drivers:
             assert time.monotonic() < until
             engine.step()
 
-    def of_engine(self, request_id: str) -> str:
+    @staticmethod
+    def of_engine(request_id: str) -> str:
         """A request's id as its engine has it: a stack process puts the number of the engine before it."""
-        return request_id.partition(":")[2] if self.is_process else request_id
+        return request_id.partition(":")[2]
 
     def is_at_rest(self, engine: FakeEngine) -> bool:
         """True if nothing is on its way to a tier."""
@@ -141,10 +136,8 @@ class Drivers:
         return stats
 
 
-def make_drivers(name: str, folder: str, monkeypatch: pytest.MonkeyPatch) -> Drivers:
-    """Have engines made from here on use a driver."""
-    drivers = Drivers(name, folder)
-    if drivers.is_process:
-        monkeypatch.setattr(settings, "PrivateStack", drivers.private)
-        monkeypatch.setitem(fake_engine.DRIVER, "driver", "process")
-    return drivers
+def serve_here(folder: str, monkeypatch: pytest.MonkeyPatch) -> ServedStacks:
+    """Have stack processes of engines made from here on be threads of this process."""
+    stacks = ServedStacks(folder)
+    monkeypatch.setattr(settings, "PrivateStack", stacks.private)
+    return stacks
