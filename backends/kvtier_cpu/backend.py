@@ -7,7 +7,7 @@ import errno
 import mmap
 import threading
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -340,11 +340,10 @@ class CPUBackend(LoadStore):
             return []
         groups = tuple(map(TRANSFER_OF, selections))
         part = job if groups == job.groups else replace(job, groups=groups)
-        if len(workers) == 1:
-            answer = await _answer(workers[0].load(part) if call == "load" else workers[0].store(part))
-            return list(self._report(part, answer))
         calls = [worker.load(part) if call == "load" else worker.store(part) for worker in workers]
-        answers = await asyncio.gather(*calls, return_exceptions=True)
+        if len(calls) == 1:
+            return list(self._report(part, await _answer(calls[0])))
+        answers = [await _answer(each) for each in list(map(asyncio.ensure_future, calls))]
         reports = [self._report(part, answer) for answer in answers]
         return [worst(of_workers) for of_workers in zip(*reports, strict=True)]
 
@@ -400,8 +399,8 @@ class CPUBackend(LoadStore):
         )
 
 
-async def _answer(call: Coroutine[Any, Any, JobResult]) -> JobResult | BaseException:
-    """The result or exception of a single worker's call, without a task of its own."""
+async def _answer(call: Awaitable[JobResult]) -> JobResult | BaseException:
+    """The result or exception of a worker's call. One that is alone needs no task of its own."""
     try:
         return await call
     except asyncio.CancelledError as error:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvtier.aio.shielded_wait import wait_done
-from kvtier.control.jobs import Arrival, PresenceAnswers, PresenceQuery
+from kvtier.control.jobs import Arrival
 from kvtier.control.plane.control_plane import ControlPlane
 from kvtier.control.settings import StackSettings
 from kvtier.control.tiers.lower_tier import LowerTier, TierSpec
@@ -426,18 +426,4 @@ def _checked(lower: LoadStore, opened: Opened) -> Opened:
     return opened
 
 
-async def look_up(tier: LoadStore, query: PresenceQuery) -> list[PresenceAnswers]:
-    """A shared tier's answer to a query, or nothing: the deadline of its keys makes them misses then."""
-    assert isinstance(tier, AnswersLookups)
-    try:
-        answers = await tier.lookup(query.keys)
-    except Exception:
-        logger.exception("tier %s could not answer a lookup", tier.options.label)
-        return []
-    if len(answers) != len(query.keys):
-        logger.error("tier %s answered %d of %d keys", tier.options.label, len(answers), len(query.keys))
-        return []
-    return [PresenceAnswers(query, answers)]
-
-
-__all__ = ["StackParts", "StackSettings", "assemble", "look_up", "open_tier", "resolve_alignment"]
+__all__ = ["StackParts", "StackSettings", "assemble", "open_tier", "resolve_alignment"]

@@ -481,16 +481,25 @@ async def store_absent(tier: LoadStore, job: TransferJob) -> JobResult:
     return JobResult(job.job_id, tuple(outcomes), stored.bytes_moved, stored.seconds)
 
 
+async def presence_in(tier: LoadStore, keys: Sequence[OffloadKey]) -> Sequence[LookupResult] | None:
+    """A shared tier's answer for each key; None, and a line in the log, if there is none: a tier may be anyone's."""
+    assert isinstance(tier, AnswersLookups)
+    try:
+        answers = await tier.lookup(keys)
+    except Exception:
+        logger.exception("tier %s could not answer a lookup", tier.options.label)
+        return None
+    if len(answers) != len(keys):
+        logger.error("tier %s answered %d of %d keys", tier.options.label, len(answers), len(keys))
+        return None
+    return answers
+
+
 async def _held(tier: LoadStore, job: TransferJob) -> set[OffloadKey]:
     """The keys of the job that the tier has."""
-    assert isinstance(tier, AnswersLookups)
     keys = [key for group in job.groups for key in group.keys]
-    try:
-        answers = zip(keys, await tier.lookup(keys), strict=True)
-        return {key for key, answer in answers if answer is LookupResult.HIT}
-    except Exception:  # at the border to a tier, which may be anyone's
-        logger.exception("tier %s could not answer a lookup", tier.options.label)
-        return set()
+    answers = await presence_in(tier, keys) or ()
+    return {key for key, answer in zip(keys, answers, strict=False) if answer is LookupResult.HIT}
 
 
 def _without(group: RowGroup, held: Collection[OffloadKey]) -> RowGroup:

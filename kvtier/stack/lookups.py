@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from kvtier.control.jobs import Arrival, PresenceQuery
-from kvtier.stack.assembly import look_up
+from kvtier.control.jobs import Arrival, PresenceAnswers, PresenceQuery
+from kvtier.stack.dispatcher import presence_in
 from kvtier.tier.contract import LoadStore
 from kvtier.types.keys import OffloadKey
 
@@ -43,7 +43,9 @@ class Lookups:
 async def _look_up(tier: LoadStore, query: PresenceQuery, deliver: Callable[[Sequence[Arrival]], None]) -> None:
     with suppress(TimeoutError):
         async with asyncio.timeout(LOOKUP_SECONDS_MAX):
-            deliver(await look_up(tier, query))
+            answers = await presence_in(tier, query.keys)
+            if answers is not None:  # else the deadline of the keys makes them misses
+                deliver([PresenceAnswers(query, answers)])
 
 
 class AnswerWaits:

@@ -10,7 +10,7 @@ import pytest
 
 TREE = Path(__file__).parents[2]
 PACKAGES = ("kvtier", "backends")
-PER_1000_LINES_MAX = 0.8
+PER_1000_LINES_MAX = 0.4
 BROAD = {"Exception", "BaseException"}
 Place = tuple[str, int]
 

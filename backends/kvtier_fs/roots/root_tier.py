@@ -1,7 +1,6 @@
 """The base of both filesystem tiers: their options, the probe of their disks, and the order of open and close."""
 
 import asyncio
-import errno
 import logging
 import mmap
 from abc import abstractmethod
@@ -13,7 +12,7 @@ from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.errors import ResourceError, UsageError
 from kvtier.options import TierOptions, folders_of
 from kvtier.tier.contract import LoadStore, Opened, Rows, TierContext
-from kvtier.types.jobs import JobKind, JobResult, TransferJob, failed
+from kvtier.types.jobs import JobKind, JobResult, TransferJob
 from kvtier.types.keys import FS, Medium
 from kvtier_fs.io.probe import probe_path
 from kvtier_fs.options import RootOptions
@@ -77,25 +76,14 @@ class RootTier(LoadStore):
 
     def store(self, job: TransferJob) -> Coroutine[Any, Any, JobResult]:
         """Write the job's blocks; one outcome for each (see the class). Returns once no I/O uses the job's rows."""
-        return self._run_guarded(job, JobKind.STORE)
+        return self._run(job, JobKind.STORE)
 
     def load(self, job: TransferJob) -> Coroutine[Any, Any, JobResult]:
         """Read and verify the job's blocks; one outcome for each (see the class). Returns once no I/O uses their rows.
 
         The bytes of a row count only after LOADED.
         """
-        return self._run_guarded(job, JobKind.LOAD)
-
-    async def _run_guarded(self, job: TransferJob, kind: JobKind) -> JobResult:
-        """The result of a job, which has failed where an exception ended it."""
-        try:
-            return await self._run(job, kind)
-        except UsageError:
-            raise
-        except Exception:
-            _log.exception("a job could not be moved")
-            self.counters["defect"] += 1
-            return JobResult.uniform(job, failed(errno.EIO))
+        return self._run(job, JobKind.LOAD)
 
     async def close(self) -> None:
         """Let I/O end within `close_timeout_seconds`, then release everything. Idempotent.

@@ -45,7 +45,7 @@ class Fences:
         self._unfenced = device.current_stream()
         self._lock = threading.Lock()
         self._last: dict[int, DeviceEvent] = {}
-        self._refused: dict[int | None, Exception] = {}
+        self._refused: dict[int | None, RuntimeError] = {}
 
     def add(self) -> None:
         """Fence the calling thread's current stream. From any thread; never raises because of the device."""
@@ -59,7 +59,7 @@ class Fences:
                     self._last = {key: last for key, last in self._last.items() if not last.query()}
                 self._last[handle] = event
                 self._refused.pop(handle, None)
-        except Exception as refusal:
+        except RuntimeError as refusal:  # all that a device refuses
             with self._lock:
                 self._refused[handle] = refusal.with_traceback(None)
 

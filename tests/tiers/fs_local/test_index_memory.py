@@ -21,7 +21,7 @@ class Limits:
     def __init__(self, *have: int) -> None:
         self._have = have
 
-    def readings(self, directory: str | None) -> list[Reading]:
+    def readings(self) -> list[Reading]:
         return [Reading(f"limit {i}", have) for i, have in enumerate(self._have)]
 
 

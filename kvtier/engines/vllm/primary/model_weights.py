@@ -91,7 +91,7 @@ class ModelWeights:
             return None
         try:
             return await self._thread.run(checksum, self._models)
-        except Exception:
+        except (RuntimeError, OSError, ValueError):  # torch's own are RuntimeErrors
             _log.exception("the weights in memory cannot be read")
             return None
 
