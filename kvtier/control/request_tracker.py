@@ -41,7 +41,6 @@ class RequestTracker:
         self._control = control
         self._curves = curves
         self._followed = bool(list(control.models))
-        self._journal = control.models.journal
         self._chains = chains
         self._one_group = len(control.cpu.space.slot_bytes) == 1
         self._time = -math.inf
@@ -83,11 +82,11 @@ class RequestTracker:
         if not self._followed or request_id not in self._open:
             return
         if self._one_group and len(keys) == 1 and self._is_nowhere(keys[0]):
-            self._journal.add(self._extend, request_id, FIRST_GROUP, tuple(keys))
+            self._extend(request_id, FIRST_GROUP, keys)
             return
         for group, chain in self._by_group(keys):
             for model in self._control.models:
-                self._journal.add(model.extend_request, request_id, group, chain)
+                model.extend_request(request_id, group, chain)
             for tier, policy in self._control.request_policies:
                 policy.extend_request(request_id, group, chain, _ready_slots(tier, chain))
 
@@ -98,12 +97,12 @@ class RequestTracker:
         return True
 
     def _extend(self, request_id: RequestId, group: GroupIndex, chain: Sequence[OffloadKey]) -> None:
-        """From the journal: with blocks that no tier has, as nearly all are."""
+        """With blocks that no tier has, as nearly all are."""
         for model in self._control.models:
             model.extend_request(request_id, group, chain)
         nowhere = [-1] * len(chain)
         for _, policy in self._control.request_policies:
-            policy.policy.extend_request(request_id, group, chain, nowhere)
+            policy.extend_request(request_id, group, chain, nowhere)
 
     def on_touch(self, keys: Sequence[OffloadKey], now: float) -> None:
         """Count a use of these keys by an embedder: a request of its own, unless it announces those as they begin."""
@@ -116,7 +115,7 @@ class RequestTracker:
         if request_id in self._open:
             del self._open[request_id]
             for model in self._control.models:
-                self._journal.add(model.end_request, request_id, output_tokens)
+                model.end_request(request_id, output_tokens)
             for _, policy in self._control.request_policies:
                 policy.end_request(request_id, output_tokens)
 
@@ -126,7 +125,7 @@ class RequestTracker:
 
     def _advance(self, time: float) -> None:
         for model in self._control.models:
-            self._journal.add(model.advance, time)
+            model.advance(time)
         for _, policy in self._control.request_policies:
             policy.advance(time)
 
@@ -165,7 +164,7 @@ class RequestTracker:
         for group, chain in groups:
             use = RequestUse(request_id, time, chain, group, self._count_new(chain, now), info)
             for model in self._control.models:
-                self._journal.add(model.begin_request, use)
+                model.begin_request(use)
             for tier, policy in self._control.request_policies:
                 slots = _ready_slots(tier, chain)
                 tier.uses.use([slot for slot in slots if slot >= 0])

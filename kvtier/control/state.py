@@ -18,7 +18,7 @@ from kvtier.types.jobs import JobKind
 from kvtier.types.keys import OffloadKey
 
 if TYPE_CHECKING:
-    from kvtier.policy.reuse.journaled_policy import JournaledPolicy
+    from kvtier.policy.reuse.preselecting_policy import PreselectingPolicy
 
 
 class AwaitedKeys:
@@ -106,7 +106,7 @@ class ControlState(JobTable[JobOwner]):
         self.lowers = lower_tiers(lowers, self.num_rows, self.epoch, self.models)
         self.indexes: list[TierIndex] = []
         self.owned_tiers: list[OwnedTier] = []
-        self.request_policies: list[tuple[OwnedTier, JournaledPolicy]] = []
+        self.request_policies: list[tuple[OwnedTier, PreselectingPolicy]] = []
         self.all_owned = True
         self.aged_tiers: list[AgedTier] = []
         self.reclaim_at = math.inf

@@ -9,7 +9,6 @@ from kvtier.errors import ConfigError
 from kvtier.options import AdmissionName
 from kvtier.policy.base import EvictionPolicy, RequestModel, RequestPolicy
 from kvtier.policy.lru import LRU
-from kvtier.policy.reuse.journal import Journal
 from kvtier.types.keys import OffloadKey
 
 if TYPE_CHECKING:
@@ -20,7 +19,6 @@ __all__ = [
     "LRU",
     "POLICIES",
     "EvictionPolicy",
-    "Journal",
     "RequestModel",
     "RequestModels",
     "RequestPolicy",
@@ -50,14 +48,10 @@ ModelT = TypeVar("ModelT", bound=RequestModel)
 
 
 class RequestModels:
-    """The models of one stack: one of each type that a policy or an admission needs. `policies`: the tiers'.
-
-    `journal` holds the calls that they and the policies that share them have yet to make.
-    """
+    """The models of one stack: one of each type that a policy or an admission needs. `policies`: the tiers'."""
 
     def __init__(self, policies: Iterable[str | type[EvictionPolicy]] = ()) -> None:
         self._models: dict[type[RequestModel], RequestModel] = {}
-        self.journal = Journal()
         for kind in map(policy_class, policies):
             if issubclass(kind, RequestPolicy):
                 self.of(kind.MODEL)

@@ -114,9 +114,6 @@ class RequestPolicy(EvictionPolicy):
     are in no request: those of groups that keep no chain (a sliding window), and of an embedder that announces none.
     `touch` is called only for uses that no `begin_request` comes with.
 
-    Calls that return nothing (`admit`, `insert`, `touch`, `renew`, requests, time) may come later than that happened,
-    but in their order, and before any other call of the policy.
-
     A tier may be opened, and its policy made, in another thread than the stack's: until `insert`, `begin_request` or
     `advance` is called for the first time the policy does nothing with the model but keep it.
     """

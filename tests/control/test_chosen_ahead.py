@@ -10,7 +10,7 @@ from support_following import FollowingLRU
 
 from kvtier.control.tiers.owned_tier import OwnedTier
 from kvtier.control.tiers.slot_table import FREE
-from kvtier.policy.reuse.journaled_policy import AHEAD_MAX, AHEAD_PART, CHOOSE_PART, FEW_PART
+from kvtier.policy.reuse.preselecting_policy import AHEAD_MAX, AHEAD_PART, CHOOSE_PART, FEW_PART
 from kvtier.types.jobs import DropReason
 from kvtier.types.keys import RequestId
 
@@ -51,7 +51,6 @@ def tier_of(world: World) -> OwnedTier:
 def chosen(world: World) -> list[int]:
     """The blocks that were chosen, the next to go first."""
     tier = tier_of(world)
-    tier.policy._take_in()
     return [int.from_bytes(tier.table.keys[slot][:16], "big") for slot in tier.policy._ahead]
 
 
@@ -91,15 +90,13 @@ def test_one_that_is_used_is_the_most_recent_again(world: World, announced: bool
     assert ready.index(1) < ready.index(2)  # the leaf goes first
 
 
-def test_a_request_that_begins_before_they_were_chosen_has_them_back(world: World) -> None:
-    tier, gone = tier_of(world), LATER
+def test_a_request_that_begins_once_more_were_chosen_has_them_back(world: World) -> None:
+    gone = LATER
     for number in range(gone):
         world.store(ROWS + 1 + number)
         world.run_all()
-    assert not tier.policy._is_current
     ahead, to_be_chosen = NEXT[-1], NEXT[-1] + 2
     world.plane.uses.begin(RequestId("r"), [key(ahead), key(ROWS), key(to_be_chosen)], world.now, None, info=None)
-    assert not tier.policy._is_current
     rest = [number for number in range(gone + 1, gone + 1 + AHEAD_MAX) if number not in (ahead, to_be_chosen)]
     assert chosen(world) == rest
     world.check()
@@ -172,7 +169,6 @@ def test_a_lower_tier_chooses_too() -> None:
         store(world, *range(number, number + 4))
     lower = world.plane.control.lowers[0].owned
     assert lower is not None
-    lower.policy._take_in()
     assert len(lower.policy._ahead) == slots // AHEAD_PART
     assert lower.table.counts[FREE] == 0
 

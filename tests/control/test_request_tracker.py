@@ -31,7 +31,6 @@ def world(rows: int = 8, lowers: list[TierSpec] | None = None, groups: int = 1) 
 
 
 def model(world: World) -> Notes:
-    world.plane.control.models.journal.take_in()
     (only,) = world.plane.control.models
     assert isinstance(only, Notes)
     return only
@@ -41,7 +40,6 @@ def policy(world: World, position: int = 0) -> FollowingLRU:
     request_policy = world.plane.control.owned_tiers[position].request_policy
     assert request_policy is not None
     assert isinstance(request_policy.policy, FollowingLRU)
-    world.plane.control.models.journal.take_in()
     return request_policy.policy
 
 

@@ -126,13 +126,11 @@ def test_a_stack_runs_with_it_and_passes_on_requests_with_the_time_of_the_caller
             request.end(number)
         assert stack._assembled is not None
         models = stack._assembled.plane.control.models
-        models.journal.take_in()
         (model,) = models
         assert isinstance(model, Notes)
         assert [use.time for use in model.uses] == [50.0, 50.0, 60.0]
         assert [use.new_blocks for use in model.uses] == [2, 0, 0]
         request.extend(names(9))  # it has ended
-        models.journal.take_in()
         assert model.told("extend") == [(str(number), 0, names(3 + number)) for number in range(3)]
         assert model.told("end") == [("0", 0), ("1", 1), ("2", 2)]
         stack.check_integrity()

@@ -49,7 +49,6 @@ def engine(stack: StackConfig) -> SteppedStack:
 def model(stack: SteppedStack | TierStack) -> ReuseModel:
     assert stack._assembled is not None
     models = stack._assembled.plane.control.models
-    models.journal.take_in()
     (only,) = models
     assert isinstance(only, ReuseModel)
     return only

@@ -97,12 +97,8 @@ class ServedStacks:
         """The one policy model of the stack, once it was given so many calls of a kind."""
         models, until = self.control(engine).models, time.monotonic() + 60.0
 
-        def take_in() -> Any:
-            models.journal.take_in()
-            (model,) = models
-            return model
-
-        while len((model := self.call(engine, take_in)).told(kind)) < count:
+        (model,) = models
+        while self.call(engine, lambda: len(model.told(kind))) < count:
             assert time.monotonic() < until
             engine.step()
         return model

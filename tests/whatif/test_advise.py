@@ -88,7 +88,6 @@ def test_a_policy_knows_an_output_once_it_is_generated(
     times: tuple[float | None, ...], calls: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Noting, "calls", [])
-    monkeypatch.setattr("kvtier.policy.reuse.journal.ENTRIES_MAX", 0)
     line = {"input_length": 16, "output_length": 500, "hash_ids": [1]}
     lines = [json.dumps(line | ({} if time is None else {"t": time})) for time in times]
     (tmp_path / "trace.jsonl").write_text("\n".join(lines))

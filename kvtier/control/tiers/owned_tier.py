@@ -19,7 +19,7 @@ from kvtier.types.keys import OffloadKey, key_group
 
 if TYPE_CHECKING:
     from kvtier.control.tiers.size_curve import SizeCurve
-    from kvtier.policy.reuse.journaled_policy import JournaledPolicy
+    from kvtier.policy.reuse.preselecting_policy import PreselectingPolicy
 
 ERRORS_TO_RETIRE = 2
 
@@ -27,9 +27,9 @@ ERRORS_TO_RETIRE = 2
 class OwnedTier(TierIndex):
     """Directory, slots and eviction of a tier whose placement belongs to the control plane.
 
-    `request_policy` is the policy if it follows requests; it shares a model and the journal in `models` with those of
-    other tiers. Where blocks have `ages`, new generations are times. `curve` has the hits of other sizes, if counted.
-    `uses` has the times at which slots were used; its time is set by the control plane.
+    `request_policy` is the policy if it follows requests; it shares a model in `models` with those of other tiers.
+    Where blocks have `ages`, new generations are times. `curve` has the hits of other sizes, if counted. `uses` has the
+    times at which slots were used; its time is set by the control plane.
     """
 
     def __init__(
@@ -47,13 +47,12 @@ class OwnedTier(TierIndex):
         self.placement = Placement(space, self.table)
         models = models or RequestModels()
         self.policy = make_policy(policy, space.num_slot_ids, self.table.keys, models)
-        self.request_policy: JournaledPolicy | None = None
+        self.request_policy: PreselectingPolicy | None = None
         if isinstance(self.policy, RequestPolicy):
-            from kvtier.policy.reuse.journaled_policy import JournaledPolicy
+            from kvtier.policy.reuse.preselecting_policy import PreselectingPolicy
 
-            self.policy = self.request_policy = JournaledPolicy(
-                self.policy, models.journal, space.num_slot_ids if self.placement.one_size else 0
-            )
+            of_one_size = space.num_slot_ids if self.placement.one_size else 0
+            self.policy = self.request_policy = PreselectingPolicy(self.policy, of_one_size)
         self.retained = RetainedSlots(self.table, self.policy, space.slot_bytes)
         self.directory: dict[OffloadKey, int] = {}
         self.evictions = 0

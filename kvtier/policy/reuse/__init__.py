@@ -1,1 +1,1 @@
-"""Policy `reuse`: order of eviction, admission, journal of its calls; called by the plane alone."""
+"""Policy `reuse`: order of eviction, victims chosen ahead, admission; called by the plane alone."""

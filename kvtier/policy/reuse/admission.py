@@ -77,7 +77,6 @@ class Predicted(Admission):
     def __init__(self, models: RequestModels, followed: bool = False, rows: int = 0) -> None:
         model = models.of(ReuseModel)
         self._followed = followed
-        self._journal = models.journal
         self._tables = model.tables
         self._model = model
         self._prompts = model.keep_prompts()
@@ -104,7 +103,6 @@ class Predicted(Admission):
         return (found[0].keys[at] for at in range(found[1] - 1, -1, -1)) if found else ()
 
     def on_evict(self, keys: Sequence[OffloadKey]) -> None:
-        self._journal.take_in()
         segments, tables = self._prompts.segments, self._tables
         for seg in map(segments.find, keys):  # each segment counts once, when its first block goes
             if seg != NONE:
@@ -131,7 +129,6 @@ class Predicted(Admission):
 
     def _find(self, key: OffloadKey) -> tuple[Prompt, int] | None:
         """The latest prompt that has this block, and where."""
-        self._journal.take_in()
         return self._prompts.find(key)
 
     def _child_below(self, prompt: Prompt, position: int, holds: Callable[[OffloadKey], bool]) -> bool:
@@ -187,7 +184,6 @@ class BudgetedAdmission(Predicted):
 
     def on_offer(self, keys: Sequence[OffloadKey]) -> None:
         """Count blocks that were stored. `select_evicted` decides later if they are written."""
-        self._journal.take_in()
         for key in keys:
             self._count_again(key)
         self._advance()
@@ -227,7 +223,6 @@ class BudgetedAdmission(Predicted):
         Without enough of it the blocks nearest to the root are taken. `holds` is true of blocks that the tier has or is
         being sent, `waits` of those that may still be sent: none is without those before it.
         """
-        self._journal.take_in()
         self._advance()
         room = self.budget.room // self._block_bytes
         taken = dict.fromkeys([key for key in reversed(keys) if key in self._promised][: max(0, room)])

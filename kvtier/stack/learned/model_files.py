@@ -159,7 +159,6 @@ class ModelFiles:
 
     def save(self, last: bool = False) -> None:
         """Begin to write the files; never waits. After the `last` time no tier is sent anything."""
-        self._models.journal.take_in()
         self._begin({model.NAME: model.save() for model in self._models} | self._budget_records(last))
 
     def _budget_records(self, last: bool) -> dict[str, bytes]:

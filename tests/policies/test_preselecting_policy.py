@@ -1,16 +1,16 @@
-"""What a policy behind a journal evicts does not depend on when the journal is taken in, whatever happens to slots."""
+"""A policy whose victims are chosen ahead has all slots at all times, whatever happens to them."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 from support_counts import seeds
 from support_following import FollowingLRU
 
-from kvtier.policy import Journal, RequestModels, make_policy
-from kvtier.policy.reuse.journaled_policy import JournaledPolicy
+from kvtier.policy import RequestModels, make_policy
+from kvtier.policy.reuse.preselecting_policy import PreselectingPolicy
 from kvtier.types.keys import GroupIndex, OffloadKey, RequestId, make_key
 from kvtier.types.requests import NO_INFO, RequestUse
 
@@ -28,8 +28,7 @@ class Tier:
         self.pins = bytearray(SLOTS)
         self.slots: dict[OffloadKey, int] = {}
         self.free = list(range(SLOTS))
-        self.journal: Journal = models.journal
-        self.policy = JournaledPolicy(make_policy("reuse", SLOTS, self.keys, models), self.journal, SLOTS)
+        self.policy = PreselectingPolicy(make_policy("reuse", SLOTS, self.keys, models), SLOTS)
         self.time, self.evicted = 0.0, list[int]()
         self.open: dict[RequestId, list[OffloadKey]] = {}
 
@@ -44,8 +43,8 @@ class Tier:
         slots = [self.slots.get(key, -1) for key in keys]
         use = RequestUse(request, self.time, keys, GROUP, slots.count(-1), NO_INFO)
         for model in self.models:
-            self.journal.add(model.advance, self.time)
-            self.journal.add(model.begin_request, use)
+            model.advance(self.time)
+            model.begin_request(use)
         self.policy.begin_request(use, slots)
         self.open[request] = list(keys)
         self.fill(keys)
@@ -105,25 +104,23 @@ class Tier:
         self.pins = bytearray(self.rng.random() < share for _ in range(SLOTS))
 
 
-def play(seed: int, between: Callable[[Journal], None] = lambda journal: None) -> tuple[list[int], list[int]]:
+def play(seed: int) -> tuple[list[int], list[int]]:
     """What was evicted, step by step, and the order of the slots at the end."""
     tier = Tier(seed)
     steps = (tier.begin, tier.begin, tier.extend, tier.extend, tier.end, tier.drop, tier.use, tier.pin)
     for _ in range(STEPS):
         tier.rng.choice(steps)()
-        between(tier.journal)
+        assert len(list(tier.policy.coldest())) == len(tier.slots)
     order = list(tier.policy.coldest())
     assert sorted(order) == sorted(tier.slots.values())
     return tier.evicted, order
 
 
 @pytest.mark.parametrize("seed", seeds(6, 2))
-def test_when_it_is_taken_in_makes_no_difference(seed: int) -> None:
-    late, rng = play(seed), random.Random(seed)
-    assert len(late[0]) > SLOTS
-    assert -1 in late[0]
-    assert play(seed, lambda journal: journal.take_in()) == late
-    assert play(seed, lambda journal: journal.take_in() if rng.random() < 0.2 else None) == late
+def test_every_slot_is_evicted_once_or_in_its_order(seed: int) -> None:
+    evicted, _ = play(seed)
+    assert len(evicted) > SLOTS
+    assert -1 in evicted
 
 
 class PlacesAll(FollowingLRU):
@@ -140,15 +137,8 @@ class PlacesAll(FollowingLRU):
         return ()
 
 
-def test_a_policy_that_places_all_is_not_asked_unless_a_request_began_since() -> None:
+def test_a_policy_that_places_all_is_not_asked() -> None:
     models, keys = RequestModels([PlacesAll]), [make_key(b"a", 0)]
     policy = PlacesAll(4, [None] * 4, models.of(PlacesAll.MODEL))
-    journaled = JournaledPolicy(policy, models.journal, 4)
-    journaled.touch([])
-    assert journaled.bypass(keys, 1, bytes(4)) == ()
+    assert PreselectingPolicy(policy, 4).bypass(keys, 1, bytes(4)) == ()
     assert policy.asked == 0
-    journaled.begin_request(RequestUse(RequestId("r"), 0.0, keys, GROUP, 1, NO_INFO), [-1])
-    journaled.bypass(keys, 1, bytes(4))
-    assert policy.asked == 1
-    journaled.bypass(keys, 1, bytes(4))
-    assert policy.asked == 1
