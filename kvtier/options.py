@@ -276,12 +276,6 @@ class RecordOptions(Options):
         "without it each start has a random one, and hashes of two starts cannot be compared",
     )
 
-    def share(self, index: int, count: int) -> Self:
-        """The options of engine `index` of `count` that are started from one stack file: a folder for each."""
-        if count == 1:
-            return self
-        return self.model_copy(update={"folder": f"{self.folder}-{index}", "max_bytes": self.max_bytes // count})
-
 
 class HintOptions(Options):
     """Bounds of what applications ask for with hints, beside the quota `retained_max` of each tier."""

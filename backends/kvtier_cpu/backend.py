@@ -21,7 +21,7 @@ from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.aio.loop_budget import ByteBudget
 from kvtier.aio.shielded_wait import shielded_wait
 from kvtier.errors import ConfigError, GeometryError, IntegrityError, KVTierError, UsageError
-from kvtier.options import ByteSize, PolicyName, Quota, TierOptions, quota_share
+from kvtier.options import ByteSize, PolicyName, Quota, TierOptions
 from kvtier.tier.checksum import SHORT_BYTES
 from kvtier.tier.contract import LoadStore, Opened, Rows, SlotSpace, TierContext
 from kvtier.types.arrays import IntArray
@@ -105,11 +105,6 @@ class CPUOptions(TierOptions):
         if self.reserved_huge_pages and self.cpu_bytes_to_use % HUGE_BYTES:
             raise ValueError("with reserved_huge_pages cpu_bytes_to_use is a multiple of 2 MiB")
         return self
-
-    def share(self, index: int, count: int) -> Self:
-        """An equal part of the memory."""
-        quota = quota_share(self.retained_max, count)
-        return self.model_copy(update={"cpu_bytes_to_use": self.cpu_bytes_to_use // count, "retained_max": quota})
 
     def for_engine(self, restart_seconds: float) -> Self:
         """These, for an engine that cannot take back a hit that it has promised."""
