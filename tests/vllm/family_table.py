@@ -72,7 +72,7 @@ def measure(row: Row, folder: Path) -> Restored:
             control &= differs(plain, vllm.generate(asked(row), **row.control))
         if row.ask.get("do") == "listen":
             control &= plain.tokens != vllm.generate(asked(row, sound=7), **ask).tokens
-        unit = vllm.block_size() * settings["connector"].get("blocks_per_chunk", 1)
+        unit = vllm.block_size() * settings.get("connector", {}).get("blocks_per_chunk", 1)
     answers = dict(restore(start, row, folder))
     cold = answers.pop("cold")
     everything = {"cold": cold, **answers}
