@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import errno
 import fcntl
 import gc
 import importlib
@@ -116,11 +117,14 @@ class _Server:
                 ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
                 try:
                     socket.send_fds(self._socket, [b"start"], [text, *fds])
-                    return int(self._socket.recv(32))
+                    started = int(self._socket.recv(32))
                 finally:
                     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
         finally:
             os.close(text)
+        if not started:
+            raise OSError(errno.EAGAIN, "the warm process could not fork")
+        return started
 
 
 _here = types.SimpleNamespace(is_warm=False, whole_end=False)
@@ -176,9 +180,10 @@ def _serve(requests: socket.socket) -> None:
             os.close(reads)
             os.close(writes)
             _live(own, fds)
+        os.close(writes)  # or nothing would end the reading where no process could be forked
         os.waitpid(between, 0)
-        requests.send(os.read(reads, 32))
-        for fd in (reads, writes, *fds):
+        requests.send(os.read(reads, 32) or b"0")
+        for fd in (reads, *fds):
             os.close(fd)
 
 
