@@ -16,18 +16,7 @@ from kvtier.testing.driver import TestRows
 from kvtier.tier.checksum import checksum
 from kvtier.tier.contract import AnswersLookups, LoadStore, Opened, Resettable, SlotSpace, TierContext
 from kvtier.types.geometry import Geometry, KVLayout
-from kvtier.types.jobs import (
-    CORRUPT,
-    LOADED,
-    STORED,
-    BlockOutcome,
-    DropReason,
-    GPUGroup,
-    JobResult,
-    TransferJob,
-    dropped,
-    failed,
-)
+from kvtier.types.jobs import CORRUPT, LOADED, PARTIAL, STORED, BlockOutcome, GPUGroup, JobResult, TransferJob, failed
 from kvtier.types.keys import CPU, GPU, Medium, OffloadKey
 from simulator.ages import AgeWatch
 from simulator.fault_profile import FaultProfile
@@ -43,7 +32,6 @@ def gpu_pages(layout: KVLayout, num_blocks: int) -> GPUPages:
     return [[np.zeros((num_blocks, group.page_bytes), np.uint8) for group in groups] for _ in range(layout.world_size)]
 
 
-PARTIAL = dropped(DropReason.PARTIAL)
 PAUSES = 0.3
 """How often a copy pauses before a page."""
 

@@ -31,14 +31,13 @@ from kvtier.types.jobs import (
     CANCELLED,
     CORRUPT,
     LOADED,
+    PARTIAL,
     STORED,
     BlockOutcome,
     BlockStatus,
-    DropReason,
     GPUGroup,
     JobResult,
     TransferJob,
-    dropped,
     failed,
 )
 from kvtier.types.keys import CPU
@@ -406,8 +405,6 @@ async def _answer(call: Awaitable[JobResult]) -> JobResult | BaseException:
     except Exception as error:
         return error
 
-
-PARTIAL = dropped(DropReason.PARTIAL)
 
 _BY_SEVERITY = (
     BlockStatus.LOADED,

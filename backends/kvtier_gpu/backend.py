@@ -24,6 +24,7 @@ from kvtier.options import TierOptions
 from kvtier.tier.contract import LoadStore, Opened, Rows, TierContext
 from kvtier.types.jobs import (
     LOADED,
+    PARTIAL,
     STORED,
     BlockOutcome,
     DropReason,
@@ -49,7 +50,6 @@ MAX_JOBS_IN_FLIGHT = 256
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
-PARTIAL = dropped(DropReason.PARTIAL)
 
 
 class GPUOptions(TierOptions):

@@ -116,7 +116,7 @@ class RunningJob:
         for start, group in zip(self._starts, self.job.gpu_groups, strict=True):
             if not group.runs.all_whole(len(group.keys), factor):
                 partial = np.flatnonzero(~group.runs.covers_whole(len(group.keys), factor)).tolist()
-                self.complete((start + position for position in partial), dropped(DropReason.PARTIAL))
+                self.complete((start + position for position in partial), jobs.PARTIAL)
         self.todo = deque(position for position in self.todo if self.outcomes[position] is None)
 
     def groups_of(self, positions: Sequence[int]) -> tuple[list[GPUGroup], list[int]]:

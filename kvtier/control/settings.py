@@ -17,8 +17,7 @@ class StackSettings:
     A load that passes its deadline (`load_timeout_seconds`) ends with what it has; a store that finds no row by its
     deadline is dropped. Closing drains lower tiers for at most `close_timeout_seconds` and then gives each tier
     `tier_close_seconds` to end its I/O. Opening gives each tier `open_timeout_seconds`, in which the CPU tier may have
-    to fill a large region with pages. It waits at most `identity_seconds` for `StackParts.refine`, and goes on without
-    the lower tiers then.
+    to fill a large region with pages.
 
     `prefill_tokens_per_second` is the engine's speed; `measured`: that of the prompts given to
     `EngineCalls.prompt_computed`. `block_seconds` is how long the engine takes to compute an offloaded block, for
@@ -37,7 +36,6 @@ class StackSettings:
     """
 
     open_timeout_seconds: float = 300.0
-    identity_seconds: float = 5.0
     load_timeout_seconds: float = 30.0
     store_timeout_seconds: float = 10.0
     lookup_timeout_seconds: float = 1.0

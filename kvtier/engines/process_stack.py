@@ -23,7 +23,7 @@ from kvtier.config import StackConfig, load_stack, stack_parts
 from kvtier.engines.process_calls import ConnectedStack, ProcessCalls, ProcessRequest, call_of_stack, check_wire_keys
 from kvtier.errors import ConfigError, UsageError
 from kvtier.stack.assembly import StackParts
-from kvtier.stack.jobs import BlockGroup, check_job, whole_groups
+from kvtier.stack.jobs import BlockGroup, check_job, new_job, whole_groups
 from kvtier.stack.shutdown import CloseReport
 from kvtier.stack.watching.stats import StackStats
 from kvtier.tier.contract import LookupResult
@@ -158,15 +158,9 @@ class ProcessStack(ConnectedStack):
     def job(self, kind: JobKind, groups: Sequence[GPUGroup], timeout_seconds: float | None = None) -> TransferJob:
         """A job with a fresh id and a deadline from now; the stack's own default when no timeout is given."""
         self._opened()
-        check_types("a job", (kind, JobKind), (groups, tuple | list))
-        if timeout_seconds is not None:
-            check_timeout(timeout_seconds)
-        else:
-            settings, loads = self._settings, kind is JobKind.LOAD
-            timeout_seconds = settings.load_timeout_seconds if loads else settings.store_timeout_seconds
-        job_id = JobId(self._next_job)
+        job = new_job(self._next_job, kind, groups, timeout_seconds, self._settings, time.monotonic())
         self._next_job += 1
-        return TransferJob(job_id, kind, tuple(groups), time.monotonic() + timeout_seconds)
+        return job
 
     def submit_store(
         self,

@@ -79,8 +79,7 @@ class StackParts:
 
     `workers`, one for each worker of the layout, replace the GPU tier where others copy between GPU blocks and rows; a
     gpu tier among `tiers` is theirs then and is not opened here. `engine_id` is the engine's name at a stack process.
-    With `record` the stack keeps a trace of what it is given by
-    `StackRequest.end`.
+    With `record` the stack keeps a trace of what it is given by `StackRequest.end`.
 
     `state_dir` is the folder for what policies have learned, for the next start; when empty, the first folder of the
     highest lower tier that has one. `stats_socket` is the path of a Unix socket that serves the stack's figures; empty:

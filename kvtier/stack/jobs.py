@@ -8,8 +8,9 @@ from operator import methodcaller
 
 import numpy as np
 
+from kvtier.control.settings import StackSettings
 from kvtier.errors import UsageError
-from kvtier.types.checks import check_keys, check_number, check_types, check_whole, outside
+from kvtier.types.checks import check_keys, check_number, check_timeout, check_types, check_whole, outside
 from kvtier.types.geometry import Geometry
 from kvtier.types.gpu_runs import GPURuns
 from kvtier.types.jobs import GPUGroup, JobKind, TransferJob
@@ -40,6 +41,27 @@ def whole_groups(
         if group_keys:
             found.append(GPUGroup(key_group(group_keys[0]), tuple(group_keys), GPURuns.whole(blocks, factor)))
     return found
+
+
+def new_job(
+    number: int,
+    kind: JobKind,
+    groups: Sequence[GPUGroup],
+    timeout_seconds: float | None,
+    settings: StackSettings,
+    now: float,
+) -> TransferJob:
+    """A job with this number as its id and a deadline from `now`; the default of `settings` when no timeout is given.
+
+    Raises UsageError for what is no kind, no groups or no time.
+    """
+    check_types("a job", (kind, JobKind), (groups, tuple | list))
+    if timeout_seconds is not None:
+        check_timeout(timeout_seconds)
+    else:
+        loads = kind is JobKind.LOAD
+        timeout_seconds = settings.load_timeout_seconds if loads else settings.store_timeout_seconds
+    return TransferJob(JobId(number), kind, tuple(groups), now + timeout_seconds)
 
 
 def check_job(job: TransferJob, geometry: Geometry) -> None:

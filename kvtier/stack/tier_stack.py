@@ -24,7 +24,7 @@ from kvtier.stack import shutdown
 from kvtier.stack.assembly import StackParts, assemble
 from kvtier.stack.engine_calls import EngineCalls
 from kvtier.stack.guard import answers_of, guard_step
-from kvtier.stack.jobs import GRACE_SECONDS, BlockGroup, OverdueJobs, check_job, whole_groups
+from kvtier.stack.jobs import GRACE_SECONDS, BlockGroup, OverdueJobs, check_job, new_job, whole_groups
 from kvtier.stack.joining import reset_tiers
 from kvtier.stack.lookups import AnswerWaits, Lookups
 from kvtier.stack.open_stack import OpenStack
@@ -257,16 +257,9 @@ class TierStack(ServesRequests):
     def job(self, kind: JobKind, groups: Sequence[GPUGroup], timeout_seconds: float | None = None) -> TransferJob:
         """A job with a fresh id and a deadline from now; the stack's own default when no timeout is given."""
         self._opened()
-        check_types("a job", (kind, JobKind), (groups, tuple | list))
-        if timeout_seconds is not None:
-            check_timeout(timeout_seconds)
-        else:
-            settings = self._settings
-            loads = kind is JobKind.LOAD
-            timeout_seconds = settings.load_timeout_seconds if loads else settings.store_timeout_seconds
-        job_id = JobId(self._next_job)
+        job = new_job(self._next_job, kind, groups, timeout_seconds, self._settings, self._clock())
         self._next_job += 1
-        return TransferJob(job_id, kind, tuple(groups), self._clock() + timeout_seconds)
+        return job
 
     def _job_of(
         self,

@@ -102,6 +102,9 @@ def dropped(reason: DropReason) -> BlockOutcome:
     return _DROPPED[reason]
 
 
+PARTIAL = dropped(DropReason.PARTIAL)
+
+
 def failed(errno: int) -> BlockOutcome:
     """The outcome of a block whose I/O failed with an errno."""
     return BlockOutcome(BlockStatus.FAILED, None, errno)

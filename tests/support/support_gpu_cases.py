@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 from support_gpu import job, naive_whole_rows, runs_of, transfer
 
 from kvtier.types.geometry import Geometry, GroupLayout, KVLayout, TensorRef
-from kvtier.types.jobs import LOADED, DropReason, JobResult, TransferJob, dropped
+from kvtier.types.jobs import LOADED, PARTIAL, JobResult, TransferJob
 
 NUM_BLOCKS = 17
-PARTIAL = dropped(DropReason.PARTIAL)
 NUM_ROWS = 9
 
 

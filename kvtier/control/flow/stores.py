@@ -14,7 +14,18 @@ from kvtier.control.flow.engine_job import EngineJob
 from kvtier.control.jobs import CPU_TIER, JobOwner
 from kvtier.control.state import ControlState, FillWaiter
 from kvtier.control.tiers.slot_table import READY
-from kvtier.types.jobs import LATE, PRESENT, STORED, BlockOutcome, DropReason, JobKind, JobResult, TransferJob, dropped
+from kvtier.types.jobs import (
+    LATE,
+    PARTIAL,
+    PRESENT,
+    STORED,
+    BlockOutcome,
+    DropReason,
+    JobKind,
+    JobResult,
+    TransferJob,
+    dropped,
+)
 from kvtier.types.keys import OffloadKey
 
 BYPASSED = dropped(DropReason.BYPASSED)
@@ -34,7 +45,7 @@ class StoreRequest(EngineJob, FillWaiter):
             if group.runs.all_whole(len(group.keys), factor):
                 continue
             for position in np.flatnonzero(~group.runs.covers_whole(len(group.keys), factor)).tolist():
-                self.complete(start + position, dropped(DropReason.PARTIAL))
+                self.complete(start + position, PARTIAL)
                 self.control.cpu_counters.drop(DropReason.PARTIAL)
         if self.open < len(self.all):
             self.todo = deque(i for i in self.todo if self.outcomes[i] is None)

@@ -18,7 +18,7 @@ from kvtier.errors import ConfigError, GeometryError, UsageError
 from kvtier.tier.contract import AnswersLookups, TierContext
 from kvtier.types.geometry import Geometry, GroupLayout, KVLayout, TensorRef
 from kvtier.types.gpu_runs import GPURuns
-from kvtier.types.jobs import LOADED, DropReason, TransferJob, dropped, failed
+from kvtier.types.jobs import LOADED, PARTIAL, DropReason, TransferJob, dropped, failed
 from kvtier_gpu import GPUBackend, GPUOptions
 from kvtier_gpu.copy_plan import GroupPages
 from kvtier_gpu.engines import host_memory, native_copy
@@ -28,7 +28,6 @@ from kvtier_gpu.engines.pinned_region import PAGE_BYTES, PIECE_BYTES, PIECES_MAX
 GEOMETRY = Geometry(KVLayout((GroupLayout((TensorRef(0, 1000),)),), block_size_factor=2))
 NUM_BLOCKS, NUM_ROWS = 10, 4
 WORK = job(transfer(0, runs_of([(0, 0, [1, 2]), (1, 1, [3])]), [2, 0], generation=6))
-PARTIAL = dropped(DropReason.PARTIAL)
 OUTCOMES = ((LOADED, PARTIAL),)
 
 
