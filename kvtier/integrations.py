@@ -1,5 +1,7 @@
-"""The former place of `kvtier.engines`."""
+"""The former place of `kvtier.engines`: a configuration that names `kvtier.integrations.vllm` gets what is there."""
 
-raise ImportError(
-    "kvtier.integrations is kvtier.engines now; kvtier.engines.vllm, for example, is the connector for vLLM"
-)
+import sys
+
+import kvtier.engines
+
+sys.modules[__name__] = kvtier.engines

@@ -19,7 +19,6 @@ from support_paths import PROJECT
 
 ROOT = PROJECT
 LIBRARY = "kvtier_gpu/engines/native_copy.native.so"
-FORMER = {"kvtier.integrations": "kvtier.engines", "kvtier.tier_api": "kvtier.tier"}
 PACKAGES = ("kvtier", "kvtier_cpu", "kvtier_fs", "kvtier_gpu", "kvtier_remote")
 STACK = """
 tiers:
@@ -110,8 +109,8 @@ for package in {PACKAGES!r}:
     module = importlib.import_module(package)
     assert module.__file__.startswith({str(installed.site)!r}), module.__file__
     for found in pkgutil.walk_packages(module.__path__, package + ".", onerror=lambda name: None):
-        # The former names raise, and the others say at once which engine they need, see test_engines_absent.
-        if found.name not in {(*NEED_ENGINES, *FORMER)!r}:
+        # The others say at once which engine they need, see test_engines_absent.
+        if found.name not in {NEED_ENGINES!r}:
             importlib.import_module(found.name)
         print(found.name)
 """
@@ -119,10 +118,14 @@ for package in {PACKAGES!r}:
     assert {"kvtier.types.geometry", "kvtier.cli.check", "kvtier.config.load", *NEED_ENGINES} <= set(modules)
 
 
-@pytest.mark.parametrize(("former", "now"), FORMER.items())
-def test_a_former_module_names_the_new_one(former: str, now: str) -> None:
-    with pytest.raises(ImportError, match=f"^{former} is {now} now"):
-        importlib.import_module(f"{former}.vllm")
+def test_a_configuration_with_the_former_module_gets_what_the_present_one_has(installed: Installed) -> None:
+    """vLLM, SGLang and LMCache import the module that a configuration names, and take a class from it by name."""
+    code = """
+import importlib
+found = importlib.import_module("kvtier.integrations.transformers").PrefixCache
+print(found.__module__, found is importlib.import_module("kvtier.engines.transformers").PrefixCache)
+"""
+    assert installed.python(code).split() == ["kvtier.engines.transformers.prefix_cache", "True"]
 
 
 def test_the_backends_are_found_by_their_entry_points(installed: Installed) -> None:

@@ -9,8 +9,10 @@ from support_paths import PROJECT
 
 KVTIER = PROJECT / "kvtier"
 ABOVE_THE_CORE = {"tools", "engines"}
-ROOMS_MAX, ARROWS_MAX = 21, 90
-CORE_ROOMS_MAX, CORE_ARROWS_MAX = 19, 62
+FACES = {"__init__", "integrations"}
+"""They hand on what others have: the public names, and a former place."""
+ROOMS_MAX, ARROWS_MAX = 20, 90
+CORE_ROOMS_MAX, CORE_ARROWS_MAX = 18, 62
 ROOM_SHARE_MAX = 0.25
 """Of the wheel's lines."""
 
@@ -43,7 +45,7 @@ def test_rooms_and_arrows_stay_few(capsys):
         (room, other)
         for room, files in sources.items()
         for other in set().union(*map(imported_rooms, files)) & set(sources)
-        if other != room and room != "__init__"  # the public face names what lies below it
+        if other != room and room not in FACES
     }
     core = {arrow for arrow in arrows if not ABOVE_THE_CORE & set(arrow)}
     with capsys.disabled():
