@@ -1,10 +1,14 @@
-"""The pieces of messages: keys and rows as bytes, their bounds, the base of items, and the errors of a peer."""
+"""Messages as bytes: keys and rows in them, their bounds, the base of items, and the errors of a peer."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
+from functools import reduce
 from hashlib import sha256
+from itertools import accumulate, pairwise
+from operator import or_
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -116,3 +120,68 @@ class Item(msgspec.Struct, array_like=True, frozen=True):
 def pieces(document: bytes) -> list[bytes]:
     """A document in parts that fit an item each."""
     return [document[at : at + KEYS_BYTES_MAX] for at in range(0, len(document), KEYS_BYTES_MAX)]
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_HEAD_BYTES = 1 + 9 + 5
+"""Of a message: a list of two, a sequence number, and a list of up to 2^32 items."""
+
+
+class Codec:
+    """Messages of one direction: a sequence number, then items of these types."""
+
+    def __init__(self, items: Sequence[type[Item]]) -> None:
+        one_of: Any = reduce(or_, items)
+        self._decoder = msgspec.msgpack.Decoder(tuple[int, list[one_of]])
+
+    @staticmethod
+    def encode(items: Sequence[Item], sequence: int) -> list[bytes]:
+        """The messages that hold these items, in order, numbered from `sequence` on.
+
+        Raises WireError for an item that no message holds: `split` it first.
+        """
+        whole = _ENCODER.encode((sequence, items))
+        if len(whole) <= MESSAGE_BYTES_MAX:
+            return [whole] if items else []
+        encoded = list(map(_ENCODER.encode, items))
+        if any(len(one) + _HEAD_BYTES > MESSAGE_BYTES_MAX for one in encoded):
+            raise WireError(f"an item of {max(map(len, encoded))} bytes fits no message")
+        messages: list[bytes] = []
+        first = size = 0
+        for at, one in enumerate(encoded):
+            if size and size + len(one) + _HEAD_BYTES > MESSAGE_BYTES_MAX:
+                messages.append(_message(sequence + len(messages), encoded[first:at]))
+                first, size = at, 0
+            size += len(one)
+        return [*messages, _message(sequence + len(messages), encoded[first:])] if encoded else []
+
+    def decode(self, message: bytes | bytearray | memoryview) -> tuple[int, list[Any]]:
+        """(the sequence number, the items). Raises WireError."""
+        if len(message) > MESSAGE_BYTES_MAX:
+            raise WireError(f"a message of {len(message)} bytes")
+        try:
+            found: tuple[int, list[Any]] = self._decoder.decode(message)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise WireError("what a peer sent is no message of this protocol") from error
+        return found
+
+
+def _message(sequence: int, encoded: Sequence[bytes]) -> bytes:
+    return b"".join((b"\x92\xcf", sequence.to_bytes(8, "big"), b"\xdd", len(encoded).to_bytes(4, "big"), *encoded))
+
+
+def split(keys: Sequence[OffloadKey]) -> Iterator[tuple[int, Sequence[OffloadKey]]]:
+    """(position, keys) of parts that fit an item each."""
+    if len(keys) <= ITEM_KEYS_MAX and sum(map(len, keys)) + 2 * len(keys) <= KEYS_BYTES_MAX:
+        if keys:
+            yield 0, keys
+        return
+    ends = list(accumulate(len(key) + 2 for key in keys))
+    first, base = 0, 0
+    cuts = [0]
+    for at, end in enumerate(ends):
+        if at > first and (end - base > KEYS_BYTES_MAX or at - first >= ITEM_KEYS_MAX):
+            cuts.append(at)
+            first, base = at, ends[at - 1]
+    for begin, end in pairwise([*cuts, len(keys)]):
+        yield begin, keys[begin:end]

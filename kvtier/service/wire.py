@@ -31,12 +31,6 @@ Raises `WireError` for bytes that are no message of the type that is expected.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import reduce
-from itertools import accumulate, pairwise
-from operator import or_
-from typing import Any, TypeVar
-
 import msgspec
 
 from kvtier.service.packing import ITEM_KEYS_MAX as ITEM_KEYS_MAX
@@ -46,22 +40,13 @@ from kvtier.service.packing import KEYS_BYTES_MAX as KEYS_BYTES_MAX
 from kvtier.service.packing import MESSAGE_BYTES_MAX as MESSAGE_BYTES_MAX
 from kvtier.service.packing import TEXT_CHARACTERS_MAX as TEXT_CHARACTERS_MAX
 from kvtier.service.packing import Breach as Breach
+from kvtier.service.packing import Codec as Codec
 from kvtier.service.packing import Item as Item
 from kvtier.service.packing import Keys as Keys
 from kvtier.service.packing import Places as Places
 from kvtier.service.packing import WireError as WireError
 from kvtier.service.packing import request_name as request_name
-from kvtier.service.questions import AskEvents as AskEvents
-from kvtier.service.questions import AskFigures as AskFigures
-from kvtier.service.questions import FiguresPart as FiguresPart
-from kvtier.service.questions import Hinted as Hinted
-from kvtier.service.questions import Leave as Leave
-from kvtier.service.questions import Left as Left
-from kvtier.service.questions import Locate as Locate
-from kvtier.service.questions import Located as Located
-from kvtier.service.questions import Look as Look
-from kvtier.service.questions import Touch as Touch
-from kvtier.types.keys import OffloadKey
+from kvtier.service.packing import split as split
 
 PROTOCOLS = (1,)
 """Those that this release speaks, the newest last."""
@@ -248,6 +233,54 @@ class Filled(Item, tag=19, frozen=True):
     errno: int = 0
 
 
+class Look(Item, tag=20, frozen=True):
+    """Look keys up for no request; `number` comes back in `Found`. Nothing is leased. With `asks` tiers are asked.
+
+    `more` is that of an `Ask`.
+    """
+
+    number: int
+    keys: Keys
+    asks: bool = True
+    more: bool = False
+
+
+class Locate(Item, tag=21, frozen=True):
+    """Name the highest tier that holds each key."""
+
+    number: int
+    keys: Keys
+
+
+class Touch(Item, tag=22, frozen=True):
+    """A request used these keys, given in prefix order."""
+
+    request: str
+    keys: Keys
+
+
+class AskFigures(Item, tag=23, frozen=True):
+    """Send all figures as they are."""
+
+    number: int
+
+
+class AskEvents(Item, tag=24, frozen=True):
+    """Send `Events` from here on: first what the tiers have. For an engine whose greeting did not ask for them."""
+
+
+class Leave(Item, tag=25, frozen=True):
+    """The engine is about to close its connections, and no copy of it is in flight.
+
+    A private process that serves no other one writes back and closes its tiers first, and ends. `distrust`: the reason
+    why what this engine stored may have the name of other weights. Then it is reset before, and lower tiers are held
+    back; also where a worker has left and ended the session.
+    """
+
+    number: int
+    distrust: str = ""
+
+
 FromEngine = (
     *(Ask, Reserve, Drop, Load, Fill, Return, Want, Begin, Extend, End, Reset, AskStats),
     *(Announce, Hint, Computed, HoldBack, Join, AskWeights, Filled),
@@ -367,6 +400,39 @@ class Weights(Item, tag=42, frozen=True):
 
 class Void(Item, tag=43, frozen=True):
     """Another engine has reset the pool: leases and states of all requests are void, as the module's docstring says."""
+
+
+class Located(Item, tag=44, frozen=True):
+    """The names of tiers, and for each key of a `Locate` a byte: 0, or the place of its tier among them from 1 on."""
+
+    number: int
+    tiers: list[str]
+    places: bytes
+
+
+class Hinted(Item, tag=45, frozen=True):
+    """The blocks that a hint is followed for, and those left as they are by reason."""
+
+    number: int
+    accepted: int
+    refused: dict[str, int]
+
+
+class FiguresPart(Item, tag=46, frozen=True):
+    """A part of the figures of the stack, as JSON; `last`: no part follows."""
+
+    number: int
+    part: bytes
+    last: bool
+
+
+class Left(Item, tag=47, frozen=True):
+    """The engine may go. `ends`: so does this process, with so many blocks dropped and jobs that did not end."""
+
+    number: int
+    ends: bool = False
+    dropped: int = 0
+    unfinished: int = 0
 
 
 ToEngine = (
@@ -498,74 +564,6 @@ class InquiryAnswer(Item, tag=100, frozen=True):
 
 
 Greeting = (Hello, Welcome, Refused, Inquiry, InquiryAnswer)
-T = TypeVar("T")
-_ENCODER = msgspec.msgpack.Encoder()
-
-
-class Codec:
-    """Messages of one direction: a sequence number, then items of these types."""
-
-    def __init__(self, items: Sequence[type[Item]]) -> None:
-        one_of: Any = reduce(or_, items)
-        self._decoder = msgspec.msgpack.Decoder(tuple[int, list[one_of]])
-
-    @staticmethod
-    def encode(items: Sequence[Item], sequence: int) -> list[bytes]:
-        """The messages that hold these items, in order, numbered from `sequence` on.
-
-        Raises WireError for an item that no message holds: `split` it first.
-        """
-        whole = _ENCODER.encode((sequence, items))
-        if len(whole) <= MESSAGE_BYTES_MAX:
-            return [whole] if items else []
-        encoded = list(map(_ENCODER.encode, items))
-        if any(len(one) + _HEAD_BYTES > MESSAGE_BYTES_MAX for one in encoded):
-            raise WireError(f"an item of {max(map(len, encoded))} bytes fits no message")
-        messages: list[bytes] = []
-        first = size = 0
-        for at, one in enumerate(encoded):
-            if size and size + len(one) + _HEAD_BYTES > MESSAGE_BYTES_MAX:
-                messages.append(_message(sequence + len(messages), encoded[first:at]))
-                first, size = at, 0
-            size += len(one)
-        return [*messages, _message(sequence + len(messages), encoded[first:])] if encoded else []
-
-    def decode(self, message: bytes | bytearray | memoryview) -> tuple[int, list[Any]]:
-        """(the sequence number, the items). Raises WireError."""
-        if len(message) > MESSAGE_BYTES_MAX:
-            raise WireError(f"a message of {len(message)} bytes")
-        try:
-            found: tuple[int, list[Any]] = self._decoder.decode(message)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise WireError("what a peer sent is no message of this protocol") from error
-        return found
-
-
-_HEAD_BYTES = 1 + 9 + 5
-"""Of a message: a list of two, a sequence number, and a list of up to 2^32 items."""
-
-
-def _message(sequence: int, encoded: Sequence[bytes]) -> bytes:
-    return b"".join((b"\x92\xcf", sequence.to_bytes(8, "big"), b"\xdd", len(encoded).to_bytes(4, "big"), *encoded))
-
-
 TO_ENGINE, FROM_ENGINE, TO_WORKER, FROM_WORKER, GREETING = map(
     Codec, (ToEngine, FromEngine, ToWorker, FromWorker, Greeting)
 )
-
-
-def split(keys: Sequence[OffloadKey]) -> Iterator[tuple[int, Sequence[OffloadKey]]]:
-    """(position, keys) of parts that fit an item each."""
-    if len(keys) <= ITEM_KEYS_MAX and sum(map(len, keys)) + 2 * len(keys) <= KEYS_BYTES_MAX:
-        if keys:
-            yield 0, keys
-        return
-    ends = list(accumulate(len(key) + 2 for key in keys))
-    first, base = 0, 0
-    cuts = [0]
-    for at, end in enumerate(ends):
-        if at > first and (end - base > KEYS_BYTES_MAX or at - first >= ITEM_KEYS_MAX):
-            cuts.append(at)
-            first, base = at, ends[at - 1]
-    for begin, end in pairwise([*cuts, len(keys)]):
-        yield begin, keys[begin:end]
