@@ -27,7 +27,6 @@ from kvtier.types.jobs import (
     BlockStatus,
     DropReason,
     JobKind,
-    JobResult,
     TransferJob,
     dropped,
     failed,
@@ -372,11 +371,6 @@ class EngineCore:
     def _end_copy(self, copy: RowCopy) -> None:
         del self._copies[copy.number]
         self.ended.append(copy)
-
-    def take_results(self) -> list[JobResult]:
-        """The results of the jobs that have ended since the last call."""
-        ended, self.ended = self.ended, []
-        return [copy.result() for copy in ended]
 
     @property
     def busy(self) -> bool:

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import select
 import time
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 from kvtier.aio.eventfd import EventFD
 from kvtier.client.connection import Connected, Identity
-from kvtier.client.engine import LOOKUP_WAIT_SECONDS, EngineClient, SchedulerClient
+from kvtier.client.engine import LOOKUP_WAIT_SECONDS, SchedulerClient
 from kvtier.client.reconnection import Reconnection
 from kvtier.client.request import ClientRequest
 from kvtier.client.transfers import Transfers
+from kvtier.client.worker import WorkerClient
 from kvtier.errors import ResourceError
 from kvtier.service import wire
 from kvtier.service.channel import Channel
@@ -41,32 +43,37 @@ REFUSALS = {str(each): each for each in HintRefusal}
 """By name. Those of a later release count as STOPPED."""
 
 
-class StackClient(EngineClient):
-    """See the module's docstring. `geometry` is the layout in the process's rows."""
+class StackClient(SchedulerClient):
+    """See the module's docstring. `geometry` is the layout in the process's rows, `transfers` the engine's jobs."""
 
     def __init__(self, identity: Identity, tensors: Sequence[torch.Tensor], gpu: LoadStore) -> None:
-        """Connect and be served. Raises ResourceError, ConfigError as `connect`."""
+        """Connect and be served; `gpu` is the tier that copies. Raises ResourceError, ConfigError as `connect`."""
+        self._copied: deque[tuple[JobId, Sequence[BlockOutcome]]] = deque()
         self._copy_ended = EventFD()
-        self._transfers: Transfers | None = None
         self.events_lost = 0
         self._has_submitted = False
         self._events_begun = False
+        self._answered: list[OffloadKey] = []
         try:
-            super().__init__(identity, tensors, gpu)
+            self._worker = WorkerClient(identity, tensors, gpu)
         except BaseException:
             self._close_event()
             raise
         self._worker.report = self._on_copied
+        try:
+            super().__init__(identity)
+        except BaseException:
+            self._worker.close()
+            self._close_event()
+            raise
         self.geometry = Geometry(identity.namespace.layout, self.welcome.alignment)
-        self._transfers = Transfers(self.core, self._begin_copy, self.geometry, self.welcome.num_rows)
+        self.transfers = Transfers(self.core, self._begin_copy, self.geometry, self.welcome.num_rows)
         self._looks = self.core.request(LOOKS_NAME)
-        self._answered: list[OffloadKey] = []
-
-    @property
-    def transfers(self) -> Transfers:
-        """The jobs of the engine."""
-        assert self._transfers is not None
-        return self._transfers
+        try:
+            self.wait_joined()
+        except BaseException:
+            self.close()
+            raise
 
     def _on_copied(self, job: JobId, outcomes: Sequence[BlockOutcome]) -> None:
         """In the worker's thread: a deque append is atomic, and the engine's thread drains it."""
@@ -111,13 +118,12 @@ class StackClient(EngineClient):
 
     def _receive(self) -> None:
         super()._receive()
-        if self._transfers is not None:
-            self._transfers.advance(time.monotonic())
+        while self._copied:
+            self.core.on_copied_alone(*self._copied.popleft())
+        self.transfers.advance(time.monotonic())
 
     def wait(self, timeout_seconds: float) -> bool:
         """Wait until `step` has work, or the time is over. True unless the time was over first."""
-        if self._transfers is None:
-            return super().wait(timeout_seconds)
         if self._later or self._copied or self.transfers.results or self._has_submitted:
             return True
         due = self.transfers.next_deadline - time.monotonic()
@@ -132,7 +138,7 @@ class StackClient(EngineClient):
     @property
     def _rests(self) -> bool:
         """Beside lookups that name no request there is none, and no store: a load alone needs no row ahead."""
-        return self._transfers is None or not self._transfers.stores_soon(self.core.num_requests - 1)
+        return not self.transfers.stores_soon(self.core.num_requests - 1)
 
     @property
     def has_pending_work(self) -> bool:
@@ -242,11 +248,11 @@ class StackClient(EngineClient):
         """End copies in flight, and the connection for good, whatever else is under way."""
         self._reconnection.stop()
         self._worker.close()
-        SchedulerClient.close(self)
+        super().close()
 
     def close(self) -> None:
         """End copies in flight and disconnect. Idempotent."""
-        super().close()
+        self.cut()
         self._close_event()
 
     def _close_event(self) -> None:

@@ -51,7 +51,6 @@ class ConnectedStack:
         """A call ended in the middle."""
         if self._client is not None:
             self._client.cut()
-            self._client.core.lose()
 
 
 class CallsOfStack(Protocol):

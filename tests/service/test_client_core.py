@@ -5,6 +5,7 @@ from __future__ import annotations
 from errno import ESTALE
 
 import pytest
+from support_engine_client import take_results
 from support_service import NAMESPACE, block_keys
 
 from kvtier.client.core import EngineCore
@@ -65,7 +66,7 @@ def test_without_a_connection_all_is_a_miss_and_stores_are_dropped() -> None:
     core.lose()
     assert (core.serves, core.room, core.out) == (False, 0, [])
     assert core.lookup(request, KEYS) == [LookupResult.MISS] * 3
-    (result,) = core.take_results()
+    (result,) = take_results(core)
     assert [outcome.status for outcome in result.outcomes[0]] == [BlockStatus.DROPPED] * 3
     core.end_store(part.job_id, ESTALE)
     request.end()
@@ -110,7 +111,7 @@ def test_no_connection_is_made_while_a_load_needs_the_rows_of_the_one_before() -
     assert not core.is_drained
     core.on_load_end(load.job_id)
     assert core.is_drained
-    (result,) = core.take_results()
+    (result,) = take_results(core)
     assert [outcome.status for outcome in result.outcomes[0]] == [BlockStatus.LOADED] * 3
     core.on_load_end(load.job_id)
     assert not core.ended
@@ -123,7 +124,7 @@ def test_a_load_that_had_ended_when_the_connection_did_needs_nothing() -> None:
     core.on_load_end(load.job_id)
     core.lose()
     assert core.is_drained
-    assert len(core.take_results()) == 1
+    assert len(take_results(core)) == 1
 
 
 @pytest.mark.parametrize("ended", [True, False])
@@ -138,7 +139,7 @@ def test_a_load_that_a_reset_overtook_is_loaded_for_nobody(ended: bool) -> None:
         core.take_in([wire.Ended(load.job_id, [(3, "cancelled", "", 0)])])
     else:
         core.lose()
-    (result,) = core.take_results()
+    (result,) = take_results(core)
     assert [outcome.status for outcome in result.outcomes[0]] == [BlockStatus.CANCELLED] * 3
     assert core.is_drained
 

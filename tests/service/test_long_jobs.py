@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from support_engine_client import take_results
 from support_sessions import HandEngine, names, pool_world
 
 from kvtier.client.core import EngineCore
@@ -46,7 +47,7 @@ async def test_a_job_of_many_blocks_is_stored_found_and_loaded_whole():
         )
         await engine.wait(lambda: any(isinstance(item, wire.Ended) and not item.more for item in engine.items))
         step(core, engine)
-        (result,) = core.take_results()
+        (result,) = take_results(core)
         assert [outcome.ok for outcome in result.outcomes[0]] == [True, False] * (BLOCKS // 2)
         request = core.request("r", keys)
         step(core, engine)
@@ -59,6 +60,6 @@ async def test_a_job_of_many_blocks_is_stored_found_and_loaded_whole():
         step(core, engine)
         engine.report(loading.job_id, (len(stored), 0))
         step(core, engine)
-        (result,) = core.take_results()
+        (result,) = take_results(core)
         assert all(outcome.ok for outcome in result.outcomes[0])
         assert engine.session.leasing.leased == 0

@@ -18,12 +18,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from support_engine_client import EngineClient
 from support_served import served
 from support_service import NAMESPACE, PAGE, TestEngine, block_keys, stack_process, stack_text, until
 
 from faults.machine import warm
 from kvtier.client.connection import Identity
-from kvtier.client.engine import EngineClient
 from kvtier.errors import ConfigError, ResourceError
 from kvtier.service import listener, wire
 from kvtier.service import server as module

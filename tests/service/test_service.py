@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from support_engine_client import EngineClient
 
 from kvtier.aio.loop_thread import LoopThread
 from kvtier.client.connection import Identity
-from kvtier.client.engine import EngineClient
 from kvtier.config import parse_stack, stack_parts
 from kvtier.service.server import StackServer
 from kvtier.tier.contract import LookupResult

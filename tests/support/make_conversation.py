@@ -36,8 +36,8 @@ from kvtier.tier.contract import LookupResult
 from kvtier.tier.registry import discover
 from kvtier.types.gpu_runs import GPURuns
 from kvtier.types.hints import Retain
-from kvtier.types.jobs import GPUGroup, JobKind
-from kvtier.types.keys import GroupIndex
+from kvtier.types.jobs import GPUGroup, JobKind, TransferJob
+from kvtier.types.keys import GroupIndex, JobId
 from kvtier.types.requests import RequestInfo
 
 ROWS, BLOCKS = 32, 4
@@ -58,6 +58,7 @@ class RecordedLife:
         self._cache = torch.zeros((BLOCKS, PAGE), dtype=torch.uint8)
         gpu = discover().get("gpu")
         identity = Identity(path, NAMESPACE, "engine", "token")
+        self._last_job = 0
         self._client = StackClient(identity, [self._cache], gpu(gpu.Options(type="gpu")))
         self._take_in = self._client.core.take_in
 
@@ -103,7 +104,8 @@ class RecordedLife:
     def _job(self, kind: JobKind, numbers: range, request: ClientRequest | None = None) -> int:
         runs = GPURuns.whole(list(range(len(numbers))))
         keys = block_keys(len(numbers), numbers.start)
-        job = self._client.job(kind, [GPUGroup(GroupIndex(0), keys, runs)])
+        self._last_job += 1
+        job = TransferJob(JobId(self._last_job), kind, (GPUGroup(GroupIndex(0), keys, runs),))
         self._client.transfers.submit(job, request, 0.0)
         return job.job_id
 
@@ -157,7 +159,7 @@ class RecordedLife:
         client.core.say(wire.Computed(64, 0.5, 0.25))
         request.end(3, input_tokens=96, prompt=keys)
         other = client.core.request("b")
-        client.reserve(other, keys[:2])
+        client.core.reserve(other, keys[:2])
         self._until_came(wire.Found)
         self._add(filter(None, map(other.answer, keys)))
         other.end()

@@ -16,10 +16,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from support_engine_client import EngineClient
 
 from faults.machine import warm
 from kvtier.client.connection import Identity
-from kvtier.client.engine import EngineClient
 from kvtier.client.private import PrivateStack
 from kvtier.client.request import ClientRequest
 from kvtier.service.channel import is_listening

@@ -24,11 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support_engine_client import EngineClient
 from support_service import NAMESPACE, PAGE, block_keys, content
 
 from faults.machine import warm
 from kvtier.client.connection import Identity
-from kvtier.client.engine import EngineClient, SchedulerClient
+from kvtier.client.engine import SchedulerClient
 from kvtier.client.request import ClientRequest
 from kvtier.client.worker import WorkerClient
 from kvtier.tier.registry import discover
