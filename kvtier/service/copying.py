@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from errno import ECONNRESET, ESTALE
 from itertools import groupby
 
+from kvtier.control.flow.leased_loads import LeasedLoad
 from kvtier.control.jobs import CPU_TIER
 from kvtier.service import wire
-from kvtier.service.leases import Copy, Leases
-from kvtier.service.pool_state import PoolState
+from kvtier.service.leasing import Leases
+from kvtier.service.quotas import PoolState
 from kvtier.service.wire import Breach, Item
 from kvtier.stack.watching.stats import EngineStats
 from kvtier.types.arrays import int_array
@@ -47,6 +48,32 @@ class JobPart:
     generations: list[int] = field(default_factory=list)
     keys: list[OffloadKey] = field(default_factory=list)
     waits: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Copy:
+    """A copy that workers of an engine carry out. `left`: those that have not reported. `errors`: of each block.
+
+    `load` is that of the control plane, for rows that hold what was stored; None for a fill, and after a reset.
+    `brought`: positions of the lower tiers that brought its keys up.
+    A `spare` fill is of no use: its rows are free when it has ended.
+    """
+
+    job: int
+    rows: list[int]
+    generations: list[int]
+    left: set[int]
+    errors: list[int]
+    fills: bool
+    spare: bool = False
+    load: LeasedLoad | None = None
+    brought: dict[OffloadKey, int] = field(default_factory=dict)
+
+    def report(self, worker: int, errors: Sequence[int]) -> bool:
+        """A worker's part has ended. True if that was the last."""
+        self.errors = [mine or theirs for mine, theirs in zip(self.errors, errors, strict=True)]
+        self.left.discard(worker)
+        return not self.left
 
 
 class Copying:

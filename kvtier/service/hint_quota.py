@@ -12,8 +12,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 
 from kvtier.control.hints.retention import CLAIMS_MAX, RetainedSet
-from kvtier.control.settings import StackSettings
-from kvtier.service.pool_state import PoolState
+from kvtier.service.quotas import PoolState
 from kvtier.types.hints import HintRefusal, KVHint, Pin, Prefetch, Release, Retain
 from kvtier.types.keys import OffloadKey, key_group
 
@@ -31,9 +30,8 @@ class NamedSet(RetainedSet):
 class HintQuota:
     """The hints of one engine."""
 
-    def __init__(self, pool: PoolState, settings: StackSettings) -> None:
+    def __init__(self, pool: PoolState) -> None:
         self._pool = pool
-        self._settings = settings
         self._sets: dict[tuple[str, bool], NamedSet] = {}
         self._recounted_at = -math.inf
 
@@ -62,7 +60,7 @@ class HintQuota:
             if len(self._sets) >= self._sets_max:
                 return (hint, None) if alone else (replace(hint, keys=()), HintRefusal.TOO_MANY)
             one = self._sets[name] = NamedSet()
-        one.until = max(one.until, now + min(hint.seconds, self._settings.retain_time))
+        one.until = max(one.until, now + min(hint.seconds, self._pool.settings.retain_time))
         refused = self._add(one, hint.keys)
         if alone or not refused:  # one alone is bounded by the stack itself
             return hint, None
@@ -70,7 +68,7 @@ class HintQuota:
 
     @property
     def _sets_max(self) -> int:
-        return self._settings.retained_sets // max(1, self._pool.quotas.engines)
+        return self._pool.settings.retained_sets // max(1, self._pool.quotas.engines)
 
     def _has_room(self, name: tuple[str, bool], keys: Sequence[OffloadKey]) -> bool:
         """True if these blocks of a set may all be counted."""

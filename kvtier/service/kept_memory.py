@@ -3,7 +3,9 @@
 The service manager keeps three descriptors over a restart: of the rows, of the control area beside them, and of the row
 table. The next process maps the rows, and lends all of them to itself. Once the first engine has joined it is known
 whose blocks they hold: rows with a block of these keys become fills, which end when the bytes match their checksum;
-rows that a worker of the former process may still write or read wait for that worker; the others are free.
+rows that a worker of the former process may still write or read wait for that worker; the others are free. A worker is
+gone when its process has exited, or when it has connected to the process of today and has no copy of before left: it
+says so (`Ready`). Those of another PID namespace can only say so.
 """
 
 from __future__ import annotations
@@ -12,7 +14,10 @@ import asyncio
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from hashlib import blake2b
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from kvtier.control.plane.control_plane import ControlPlane
@@ -214,3 +219,61 @@ def _parts(rows: Sequence[int], keys: Sequence[OffloadKey]) -> Iterator[tuple[Gr
         for key, row in zip(keys[first:end], rows[first:end], strict=True):
             of_group.setdefault(key_group(key), []).append(row)
         yield from of_group.items()
+
+
+# -- workers that may have a copy in flight -------------------------------------------------------------------------
+
+
+def worker_of(token: str, participant: int, pid: int) -> Worker:
+    """A worker that has connected just now. `token` is its engine's."""
+    digest = blake2b(f"{token}|{participant}".encode(), digest_size=8).digest()
+    return Worker(int.from_bytes(digest) | 1, pid, started(pid))
+
+
+def started(pid: int) -> int:
+    """The time at which a process began, in clock ticks since the start of the host; 0 if there is no such process."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return 0
+    return int(stat.rpartition(")")[2].split()[19])
+
+
+class FormerWorkers:
+    """Workers of a process before, in the loop of this one. `on_gone` is called for each of them."""
+
+    def __init__(self, workers: list[Worker], on_gone: Callable[[Worker], None]) -> None:
+        self._on_gone = on_gone
+        self._pidfds: dict[Worker, int] = {}
+        self._loop = asyncio.get_running_loop()
+        for worker in workers:
+            self._watch(worker)
+
+    def _watch(self, worker: Worker) -> None:
+        pidfd = -1
+        if worker.pid:
+            with suppress(OSError):
+                pidfd = os.pidfd_open(worker.pid)
+            if started(worker.pid) != worker.started:  # read with the descriptor open: it is of this very process
+                self._loop.call_soon(self.end, worker)
+            elif pidfd >= 0:
+                self._loop.add_reader(pidfd, self.end, worker)
+        self._pidfds[worker] = pidfd
+
+    def end(self, worker: Worker) -> None:
+        """A worker has exited, or is ready. Others than those of before are ignored."""
+        pidfd = self._pidfds.pop(worker, None)
+        if pidfd is None:
+            return
+        self._close(pidfd)
+        self._on_gone(worker)
+
+    def _close(self, pidfd: int) -> None:
+        if pidfd >= 0:
+            self._loop.remove_reader(pidfd)
+            os.close(pidfd)
+
+    def close(self) -> None:
+        """Watch none any more."""
+        while self._pidfds:
+            self._close(self._pidfds.popitem()[1])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
+from kvtier.control.reservations import Reservation
 from kvtier.control.tiers.owned_tier import OwnedTier
 from kvtier.service import wire
-from kvtier.service.leases import Leases, Waiting
 from kvtier.service.open_lookups import OpenLookups
-from kvtier.service.pool_state import HoldsRows, PoolState
+from kvtier.service.quotas import PoolState
 from kvtier.service.wire import LATE, LEASED, MISSING, PENDING, UNKNOWN, Breach, Item
 from kvtier.tier.contract import LookupResult
 from kvtier.types.keys import OffloadKey, RequestId
@@ -24,6 +26,69 @@ STATES = {
     LookupResult.RETRY: UNKNOWN,
     LookupResult.MISS: MISSING,
 }
+
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    """A `Reserve` that has no answer yet: `reservation` once it has begun.
+
+    The first `worth` keys are worth a load; the first `count` are reserved, fewer where there is no room for more.
+    """
+
+    number: int
+    request: str
+    keys: list[OffloadKey]
+    worth: int
+    count: int
+    deadline: float = math.inf
+    reservation: Reservation | None = None
+
+    @property
+    def is_served(self) -> bool:
+        """True if it can be answered."""
+        return self.reservation is not None and (self.reservation.served or self.reservation.ended)
+
+
+@dataclass(slots=True, eq=False)
+class Leases:
+    """Rows of a request by key, of which `found` without a reservation; the numbers that it waits for.
+
+    `void` are rows leased before a reset, pinned until the engine drops them. `brought`: positions of the lower tiers
+    that brought keys up. With `computes` the engine computes what is in no row. `revoked`: the engine was asked for it.
+    """
+
+    rows: dict[OffloadKey, int] = field(default_factory=dict)
+    found: int = 0
+    brought: dict[OffloadKey, int] = field(default_factory=dict)
+    waiting: dict[int, Waiting] = field(default_factory=dict)
+    void: list[int] = field(default_factory=list)
+    computes: bool = False
+    revoked: bool = False
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that are pinned."""
+        return len(self.rows) + len(self.void)
+
+    @property
+    def is_empty(self) -> bool:
+        """True if there is nothing to keep."""
+        return not (self.rows or self.void or self.waiting or self.computes)
+
+    def on_reset(self) -> None:
+        """Nothing that was leased holds any more. The rows stay pinned."""
+        self.void += self.rows.values()
+        self.rows.clear()
+        self.brought.clear()
+        self.computes = False
+
+
+class HoldsRows(Protocol):
+    """Rows of an engine beside those that are leased to its requests."""
+
+    @property
+    def held(self) -> int:
+        """The number of these rows."""
 
 
 class Leasing:
@@ -89,10 +154,6 @@ class Leasing:
         self._keep(item.request, leases)
         return bytes(states), self._places(rows)
 
-    def answer_missing(self, number: int, count: int) -> None:
-        """Nothing of this is to be had."""
-        self._out.append(wire.Found(number, bytes((MISSING,)) * count, wire.Places(b"", b"")))
-
     def _lease(self, leases: Leases, rows: dict[OffloadKey, int]) -> None:
         self._cpu.pin(list(rows.values()))
         leases.rows |= rows
@@ -123,11 +184,11 @@ class Leasing:
         if item.number in self._waiting:
             raise Breach(f"number {item.number} waits already")
         if len(self._waiting) >= WAITING_MAX or len(self.leases) >= REQUESTS_MAX:
-            self.answer_missing(item.number, len(keys))
+            self.lookups.answer_missing(item.number, len(keys))
             return
         leases = self._of(item.request)
         count = self._worth(leases, keys, now)
-        waiting = Waiting(item.number, item.request, keys, count, count, now + self._pool.reservation_seconds)
+        waiting = Waiting(item.number, item.request, keys, count, count, now + self._pool.settings.reservation_seconds)
         self._waiting[item.number] = self._to_begin[item.number] = leases.waiting[item.number] = waiting
         self._keep(item.request, leases)
         self._begin_waiting(now)
@@ -137,7 +198,7 @@ class Leasing:
 
         Of several groups all is loaded or nothing, because each group must have its part.
         """
-        if not self._pool.chooses:
+        if not self._pool.settings.chooses:
             return len(keys)
         if leases.computes:
             return next((at for at, key in enumerate(keys) if self._cpu.ready(key) is None), len(keys))
@@ -248,7 +309,7 @@ class Leasing:
         for waiting in list(self._waiting.values()):
             self._forget(self.leases[waiting.request], waiting, now)
             if answers:
-                self.answer_missing(waiting.number, len(waiting.keys))
+                self.lookups.answer_missing(waiting.number, len(waiting.keys))
 
     def on_reset(self, now: float) -> None:
         """Another engine has reset the pool. Rows that are leased stay pinned until this one drops them."""

@@ -1,14 +1,32 @@
-"""The namespaces in one pool: two at a time of one layout, kept apart by their keys."""
+"""The namespaces in one pool, as greetings bring them: two at a time of one layout, kept apart by their keys."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
-from kvtier.errors import ConfigError
+import msgspec
+
+from kvtier.errors import ConfigError, KVTierError
+from kvtier.service.wire import WireError
 from kvtier.types.keys import OffloadKey
-from kvtier.types.namespace import DIGEST_BYTES, Namespace
+from kvtier.types.namespace import DIGEST_BYTES, FORMAT_VERSION, Namespace
 
 NAMESPACES_MAX = 2
+
+
+def read_namespace(manifest: bytes) -> Namespace:
+    """The namespace whose `manifest` this is. Raises WireError for anything else, with every byte compared."""
+    try:
+        fields = json.loads(manifest)
+        if not isinstance(fields, dict) or fields.pop("format_version", None) != FORMAT_VERSION:
+            raise WireError("a namespace of another format")
+        namespace = msgspec.convert(fields, Namespace)
+    except (ValueError, RecursionError, KVTierError, msgspec.ValidationError) as error:
+        raise WireError(f"what a peer sent is no namespace: {error}") from error
+    if namespace.manifest().encode() != manifest:
+        raise WireError("what a peer sent is no namespace in its canonical form")
+    return namespace
 
 
 class KeySpace:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvtier.service import wire
-from kvtier.service.pool_state import PoolState
+from kvtier.service.quotas import PoolState
 from kvtier.service.wire import IN_ROW, MISSING, PENDING, UNKNOWN, Breach, Item
 from kvtier.tier.contract import LookupResult
 from kvtier.types.keys import OffloadKey
@@ -103,10 +103,11 @@ class OpenLookups:
         coming, self._coming = self._coming, None
         if coming is not None:
             for part, keys in zip(coming.items, coming.parts, strict=True):
-                self._answer_missing(part.number, len(keys))
-        self._answer_missing(item.number, count)
+                self.answer_missing(part.number, len(keys))
+        self.answer_missing(item.number, count)
 
-    def _answer_missing(self, number: int, count: int) -> None:
+    def answer_missing(self, number: int, count: int) -> None:
+        """Nothing of this is to be had."""
         self._out.append(wire.Found(number, bytes((MISSING,)) * count, NO_PLACES))
 
     def look_now(self, now: float) -> None:

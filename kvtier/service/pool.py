@@ -16,14 +16,12 @@ from kvtier.control.plane.adopted_rows import end_adoption
 from kvtier.control.plane.control_plane import ControlPlane
 from kvtier.control.tiers.lower_tier import TierSpec
 from kvtier.errors import ConfigError, GeometryError, RootBusyError, UsageError
+from kvtier.service.copying import Copy
 from kvtier.service.figures import document_of, parts_of
 from kvtier.service.hint_quota import HintQuota
 from kvtier.service.kept_memory import KeptMemory, intact_rows
-from kvtier.service.leases import Copy
-from kvtier.service.lending import Lending
-from kvtier.service.manifests import read_namespace
-from kvtier.service.namespaces import KeySpace, Namespaces
-from kvtier.service.quotas import Quotas
+from kvtier.service.namespaces import KeySpace, Namespaces, read_namespace
+from kvtier.service.quotas import PoolState, Quotas
 from kvtier.service.requests import EngineRequests
 from kvtier.service.row_audit import RowAudit, audit_rows
 from kvtier.service.session import Session
@@ -42,7 +40,8 @@ from kvtier.types.namespace import Namespace
 
 DOCUMENT_SECONDS = 0.02
 """Time in which figures are collected once; that takes a millisecond."""
-
+LENT_AT_ONCE = 16
+"""Rows that an engine is lent before it is the turn of the others."""
 
 _log = logging.getLogger(__name__)
 
@@ -84,7 +83,7 @@ class Pool(TierStack):
         self._handling = False
         self._fills: dict[JobId, Session] = {}
         self._last = self._last_fill = 0
-        self._lending = Lending()
+        self._turns = 0
         self._document, self._document_until = b"", -math.inf
         self._wakes: asyncio.TimerHandle | None = None
 
@@ -100,6 +99,7 @@ class Pool(TierStack):
         if self._kept is not None:
             await self._kept.take(plane, self.descriptors)
         self.quotas = Quotas(self.num_rows)
+        self.shared = PoolState(self._opened(), self.quotas, self._settings)
         self._set_events()
 
     def begin_audit(self) -> None:
@@ -178,7 +178,7 @@ class Pool(TierStack):
         """A session for an engine that connects, which adds to these counts."""
         self._opened()
         self._last += 1
-        requests = EngineRequests(self, self._last, HintQuota(self, self._settings))
+        requests = EngineRequests(self, self._last, HintQuota(self.shared))
         session = Session(self._last, self, requests, counts)
         self.sessions[session.number] = session
         return session
@@ -369,16 +369,6 @@ class Pool(TierStack):
         assert self._assembled is not None
         return self._assembled.plane
 
-    @property
-    def chooses(self) -> bool:
-        """True if not all that is found is worth a load."""
-        return self._settings.chooses
-
-    @property
-    def reservation_seconds(self) -> float:
-        """The time that a reservation may wait."""
-        return self._settings.reservation_seconds
-
     def next_job(self, session: Session) -> JobId:
         """The number of a new fill of a session."""
         self._last_fill += 1
@@ -492,14 +482,42 @@ class Pool(TierStack):
         while sum([session.advance(now) for session in working]):  # of each: `any` would stop at the first
             super()._carry_out()
             working = self._working()
-        if self._lending.lend(self.plane, working, now):
+        if self._lend(working, now):
             super()._carry_out(pumps=False)
-        self._lending.take_back(self.plane, self.sessions.values(), working)
+        self._take_back(working)
         if events := self.plane.take_events():
             self._deliver_events(events)
         working = self._working()
         self._set_wakes(working, now)
         self._send(working)
+
+    def _lend(self, working: Sequence[Session], now: float) -> bool:
+        """Lend rows to engines in turn, a few at a time if several want some; none while a reservation lacks rows.
+
+        True if rows were asked for.
+        """
+        asked, plane = False, self.plane
+        while not plane.control.shortage and (waiting := [each for each in working if each.rows_wanted]):
+            asked = True
+            first = min(waiting, key=lambda each: (each.lent_in_turn, each.number))
+            self._turns += 1
+            first.lent_in_turn = self._turns
+            wanted = first.rows_wanted
+            rows, generations = plane.lend(min(LENT_AT_ONCE, wanted) if len(waiting) > 1 else wanted, now)
+            if not rows:
+                break
+            first.copying.on_lent(rows, generations)
+        return asked
+
+    def _take_back(self, working: Sequence[Session]) -> None:
+        """Ask for leases, of the engine first that holds most, where rows are short; and for what is beyond bounds."""
+        control = self.plane.control
+        short = control.shortage
+        for_loans = not short
+        if not short and not control.cpu.available:
+            short = max((each.rows_wanted for each in working), default=0)
+        for session in sorted(self.sessions.values() if short else working, key=lambda each: -each.held):
+            short = max(0, short - session.take_back(short, for_loans))
 
     def _working(self) -> list[Session]:
         """The sessions that a step is for: most engines of many wait for nothing at a time."""
@@ -573,10 +591,3 @@ def _same_but_pages(one: KVLayout, other: KVLayout) -> bool:
     shape = [(layout.world_size, layout.block_size_factor, layout.replicated) for layout in (one, other)]
     groups = [[(each.block_size, each.kind, each.window_tokens) for each in layout.groups] for layout in (one, other)]
     return shape[0] == shape[1] and groups[0] == groups[1]
-
-
-def with_shared_rows(parts: StackParts) -> StackParts:
-    """The parts of a pool: with a CPU tier whose rows other processes can map. A GPU tier is the engines'."""
-    cpu = next(tier for tier in parts.tiers if tier.medium == CPU)
-    shared = type(cpu)(cpu.options.model_copy(update={"shared": "memfd"}))
-    return replace(parts, tiers=[shared if tier is cpu else tier for tier in parts.tiers])

@@ -9,6 +9,13 @@ A CPU tier with few rows keeps three fourths of them for others than loans.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from kvtier.control.plane.control_plane import ControlPlane
+from kvtier.control.settings import StackSettings
+from kvtier.stack.open_stack import OpenStack
+from kvtier.types.geometry import Geometry
+
 SHARE = 8
 ALONE_SHARE = 32
 LENT_MIN = 64
@@ -39,3 +46,22 @@ class Quotas:
     def found_room(self, of_session: int) -> int:
         """The number of rows from lookups that a session may have beyond so many."""
         return max(0, min(self.found_most - of_session, max(1, self.rows // SHARE) - self.found))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PoolState:
+    """State that the sessions of a pool share: its open stack, the bounds of what each may hold, and the settings."""
+
+    stack: OpenStack
+    quotas: Quotas
+    settings: StackSettings
+
+    @property
+    def plane(self) -> ControlPlane:
+        """The control plane."""
+        return self.stack.plane
+
+    @property
+    def geometry(self) -> Geometry:
+        """The layout of blocks in rows, which the first namespace fixes."""
+        return self.stack.geometry

@@ -17,15 +17,13 @@ from kvtier.config.access import UserAccess
 from kvtier.errors import ConfigError, GeometryError, KVTierError, ResourceError, UsageError
 from kvtier.service import wire
 from kvtier.service.channel import Channel, receive_greeting, send_greeting
-from kvtier.service.connected import Engine, Peer
+from kvtier.service.connected import Engine, EngineTotals, Peer
 from kvtier.service.crash_file import CrashFile
-from kvtier.service.engine_totals import EngineTotals
-from kvtier.service.former_workers import FormerWorkers, worker_of
 from kvtier.service.inquiries import ANSWER_BYTES_MAX, Asked, answers_to
-from kvtier.service.kept_memory import KeptMemory
+from kvtier.service.kept_memory import FormerWorkers, KeptMemory, worker_of
 from kvtier.service.listener import Listener, peer_of, pidfd_fault, readable
-from kvtier.service.manifests import read_namespace
-from kvtier.service.pool import Pool, opening_fault, with_shared_rows
+from kvtier.service.namespaces import read_namespace
+from kvtier.service.pool import Pool, opening_fault
 from kvtier.service.row_table import Worker
 from kvtier.service.session import Session
 from kvtier.service.wire import (
@@ -44,6 +42,7 @@ from kvtier.stack.assembly import StackParts
 from kvtier.stack.shutdown import CloseReport
 from kvtier.stack.watching.stats import StackStats
 from kvtier.types.geometry import KVLayout
+from kvtier.types.keys import CPU
 from kvtier.types.namespace import Namespace
 
 OUTBOX_BYTES_MAX = 1 << 20
@@ -494,3 +493,10 @@ def _unwritable(fd: int, opened: ExitStack) -> int:
     found = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
     opened.callback(os.close, found)
     return found
+
+
+def with_shared_rows(parts: StackParts) -> StackParts:
+    """The parts of a pool: with a CPU tier whose rows other processes can map. A GPU tier is the engines'."""
+    cpu = next(tier for tier in parts.tiers if tier.medium == CPU)
+    shared = type(cpu)(cpu.options.model_copy(update={"shared": "memfd"}))
+    return replace(parts, tiers=[shared if tier is cpu else tier for tier in parts.tiers])

@@ -12,22 +12,22 @@ time. After `lose` nothing is promised any more; rows that the engine holds stay
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 from kvtier.service import wire
-from kvtier.service.copying import Copying
-from kvtier.service.event_feed import EventFeed
+from kvtier.service.copying import Copy, Copying
 from kvtier.service.figures import EngineFigures
-from kvtier.service.leases import Copy
 from kvtier.service.leasing import Leasing
 from kvtier.service.namespaces import KeySpace
-from kvtier.service.pool_state import PoolState
+from kvtier.service.quotas import PoolState
 from kvtier.service.requests import EngineRequests
 from kvtier.service.weights import WeightsCheck
 from kvtier.service.wire import Breach, Item
 from kvtier.stack.watching.stats import EngineStats
+from kvtier.types.events import OffloadingEvent
 from kvtier.types.hints import HintRefusal, HintResult
 from kvtier.types.keys import GROUP_BYTES, JobId, OffloadKey, key_group
 
@@ -38,12 +38,61 @@ FIGURES_SECONDS = 0.02
 """Figures are collected for an engine at most once in this time in the mean; they take milliseconds."""
 FIGURES_AT_ONCE = 5
 """Times that they may be collected at once: the last ones before a rest may follow soon after others."""
+EVENTS_MAX = 4096
+"""Events that are kept for an engine; the keys of one are kept once for all engines."""
+EVENT_KEYS_AT_ONCE, EVENTS_PAUSE_SECONDS = 1024, 0.01
+"""Keys of events that are sent to an engine at once, and the time until there may be more: its thread reads them."""
 RESETS_MAX = 64
 """Resets that an engine may begin before the first of them is durable."""
 
 
-class SessionHost(PoolState, Protocol):
+class EventFeed:
+    """The events that an engine has yet to be sent, the oldest first. `lost` counts keys of those that were dropped."""
+
+    def __init__(self) -> None:
+        self.lost = 0
+        self.due_at = -math.inf
+        self._left = 0
+        self._events: deque[OffloadingEvent] = deque()
+        self._at = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._events)
+
+    def add(self, events: Sequence[OffloadingEvent]) -> None:
+        """Keep these events; the oldest are dropped where there are too many."""
+        self._events.extend(events)
+        while len(self._events) > EVENTS_MAX:
+            self.lost += len(self._events.popleft().keys) - self._at
+            self._at = 0
+
+    def refill(self, now: float) -> None:
+        """It may be time for more of them."""
+        if now >= self.due_at:
+            self._left, self.due_at = EVENT_KEYS_AT_ONCE, now + EVENTS_PAUSE_SECONDS
+
+    def take(self, space: KeySpace) -> list[wire.Events]:
+        """The next of them that are due, as far as they are of the engine's namespace."""
+        items: list[wire.Events] = []
+        while self._events and self._left > 0:
+            event = self._events[0]
+            some = event.keys[self._at : self._at + self._left]
+            self._left -= len(some)
+            self._at += len(some)
+            if self._at >= len(event.keys):
+                self._events.popleft()
+                self._at = 0
+            for _, part in wire.split(space.of_engine(some)):
+                items.append(wire.Events([(event.tier, event.medium, event.removed, wire.Keys.of(part))]))
+        return items
+
+
+class SessionHost(Protocol):
     """Calls of a session to its pool."""
+
+    @property
+    def shared(self) -> PoolState:
+        """State that its sessions share."""
 
     def next_job(self, session: Session) -> JobId:
         """The number of a new fill of a session, whose `on_fill_end` is called."""
@@ -93,12 +142,13 @@ class Session:
         self.figures = EngineFigures()
         self.lent_in_turn = 0
         self._host = host
+        self._pool = pool = host.shared
         self._requests = requests
         self._items: list[Item] = []
         self._questions: list[Item] = []
-        self.copying = Copying(host, self._items, partial(host.end_fill, self), self.counts)
-        self.leasing = Leasing(number, host, self._items, self.copying)
-        self._workers = host.geometry.world_size
+        self.copying = Copying(pool, self._items, partial(host.end_fill, self), self.counts)
+        self.leasing = Leasing(number, pool, self._items, self.copying)
+        self._workers = pool.geometry.world_size
         self._notes: dict[int, str] = {}
         self._resuming: set[int] = set()
         self._has_scheduler = False
@@ -134,10 +184,11 @@ class Session:
             raise Breach(f"a text of {type(item).__name__} is too long")
         handler(self, item, now)
 
-    def _ask(self, item: wire.Ask, now: float) -> None:
+    def _look_up(self, item: wire.Ask | wire.Look, now: float) -> None:
         keys = self._keys(item.keys)
-        self.counts.looked_up += len(keys)
-        self._asks = True
+        if isinstance(item, wire.Ask):
+            self.counts.looked_up += len(keys)
+            self._asks = True
         if self.serves:
             self.leasing.lookups.take(item, keys, now)
         else:
@@ -150,18 +201,11 @@ class Session:
         if self.serves:
             self.leasing.reserve(item, keys, now)
         else:
-            self.leasing.answer_missing(item.number, len(keys))
-
-    def _look(self, item: wire.Look, now: float) -> None:
-        keys = self._keys(item.keys)
-        if self.serves:
-            self.leasing.lookups.take(item, keys, now)
-        else:
-            self.leasing.lookups.refuse(item, len(keys))
+            self.leasing.lookups.answer_missing(item.number, len(keys))
 
     def _locate(self, item: wire.Locate, now: float) -> None:
         keys = self._keys(item.keys)
-        found = self._host.plane.locate(keys, now) if self.serves else [None] * len(keys)
+        found = self._pool.plane.locate(keys, now) if self.serves else [None] * len(keys)
         tiers = list(dict.fromkeys(filter(None, found)))
         places = bytes(0 if tier is None else 1 + tiers.index(tier) for tier in found)
         self._items.append(wire.Located(item.number, tiers, places))
@@ -264,7 +308,7 @@ class Session:
         if len(note.encode()) > NOTE_BYTES_MAX or worker in self._notes:
             raise Breach(f"worker {worker} connects twice, or with a note of {len(note)} characters")
         self._notes[worker] = note
-        self._reads_only |= reads_only and worker < self._host.geometry.num_copies
+        self._reads_only |= reads_only and worker < self._pool.geometry.num_copies
         if resumes:
             self._resuming.add(worker)
             self._send_drained()
@@ -383,7 +427,7 @@ class Session:
         """Rows that the engine would like to be lent, and may be: none while a reservation of it lacks some."""
         if not self.serves or self.leasing.rows_wanted_back:
             return 0
-        quotas, lent = self._host.quotas, len(self.copying.lent)
+        quotas, lent = self._pool.quotas, len(self.copying.lent)
         ahead = min(min(self._wanted, quotas.lent_most) - lent, quotas.lent_most_of_all - quotas.lent)
         return max(0, min(max(ahead, self.copying.needed - lent), quotas.pinned_most - self.held))
 
@@ -454,7 +498,7 @@ class Session:
         keys = packed.unpack()
         least = min(map(len, keys), default=GROUP_BYTES + 1)
         most = max(map(key_group, keys), default=0)
-        if len(keys) > wire.ITEM_KEYS_MAX or least <= GROUP_BYTES or most >= self._host.geometry.num_groups:
+        if len(keys) > wire.ITEM_KEYS_MAX or least <= GROUP_BYTES or most >= self._pool.geometry.num_groups:
             raise Breach("too many keys, or one of a group that the layout does not have")
         return self.space.to_pool(keys) if self.space is not None else keys
 
@@ -471,7 +515,8 @@ def _parts(notes: Sequence[str]) -> Iterator[tuple[int, int]]:
 
 
 _HANDLERS: dict[type[Item], Callable[[Session, Any, float], None]] = {
-    wire.Ask: Session._ask,
+    wire.Ask: Session._look_up,
+    wire.Look: Session._look_up,
     wire.Reserve: Session._reserve,
     wire.Drop: Session._drop,
     wire.Load: Session._load,
@@ -485,7 +530,6 @@ _HANDLERS: dict[type[Item], Callable[[Session, Any, float], None]] = {
     wire.HoldBack: Session._hold_back,
     wire.Join: Session._join,
     wire.AskWeights: Session._ask_weights,
-    wire.Look: Session._look,
     wire.Locate: Session._locate,
     wire.AskFigures: Session._ask_figures,
     wire.AskEvents: Session._ask_events,

@@ -14,9 +14,9 @@ from support_service import NAMESPACE, PAGE, TestEngine, stack_process, stack_te
 
 from faults.machine import warm
 from kvtier.cli import main
-from kvtier.service import engine_totals
+from kvtier.service import connected
 from kvtier.service.channel import send_greeting
-from kvtier.service.engine_totals import OTHERS
+from kvtier.service.connected import OTHERS
 from kvtier.service.wire import Inquiry
 from kvtier.stack.watching.stats import EngineStats
 
@@ -94,7 +94,7 @@ def test_an_inquiry_that_is_none_is_refused(tmp_path, what):
 
 
 def test_figures_of_engines_are_counted_by_name_also_when_they_are_gone(tmp_path, monkeypatch):
-    monkeypatch.setattr(engine_totals, "NAMES_MAX", 4)
+    monkeypatch.setattr(connected, "NAMES_MAX", 4)
     found: dict[str, EngineStats] = {}
     with served(tmp_path, stack_text(64)) as service:
 

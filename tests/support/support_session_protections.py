@@ -10,7 +10,7 @@ import pytest
 from kvtier.client.core import EngineCore
 from kvtier.control.flow import stores
 from kvtier.control.tiers.slot_table import FILLING, READY
-from kvtier.service import leases, pool
+from kvtier.service import copying, pool
 from kvtier.service.copying import Copying
 from kvtier.service.kept_memory import KeptMemory
 from kvtier.service.leasing import Leasing
@@ -85,12 +85,12 @@ def loads_pin_nothing(patch: Patch) -> None:
 def the_first_report_counts(patch: Patch) -> None:
     """A copy has ended when one worker has reported it."""
 
-    def report(self: leases.Copy, worker: int, errors: Sequence[int]) -> bool:
+    def report(self: copying.Copy, worker: int, errors: Sequence[int]) -> bool:
         self.errors = [mine or theirs for mine, theirs in zip(self.errors, errors, strict=True)]
         self.left.clear()
         return True
 
-    patch.setattr(leases.Copy, "report", report)
+    patch.setattr(copying.Copy, "report", report)
 
 
 def rows_of_known_keys_are_free_at_once(patch: Patch) -> None:
