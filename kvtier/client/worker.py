@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from errno import EIO, ESTALE
 from itertools import chain, groupby
 from typing import TYPE_CHECKING, Any
@@ -60,15 +60,19 @@ def reads_only(identity: Identity, worker: int, tensors: Sequence[torch.Tensor])
 
 
 class WorkerLink:
-    """A connection of a worker, in one event loop. `compare` answers whether the weights are those of the start.
+    """A connection of a worker and its rows, in one event loop. `compare` answers whether the weights are those of the
+    start.
 
     `ended` is set once the connection has ended; `drained` then, and once no load of an earlier one comes any more.
+    `copies` are in flight, and `idle` is set while there are none. With `leaving` no copy begins any more.
     """
 
     def __init__(self, connected: Connected, compare: Callable[[], Awaitable[int]]) -> None:
         """Call in the loop. What is connected is the link's from here on."""
         sock, self.welcome, self._descriptors = connected
-        self.drained, self.ended = asyncio.Event(), asyncio.Event()
+        self.drained, self.ended, self.idle = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.copies = 0
+        self.leaving = False
         self._compare = compare
         self._channel = Channel(sock, TO_WORKER, OUTBOX_BYTES_MAX)
         self._rows: Any = None
@@ -100,10 +104,6 @@ class WorkerLink:
     def report(self, job: JobId, result: JobResult) -> None:
         """A copy has ended."""
         errors = [0 if outcome.ok else outcome.errno or EIO for outcome in chain.from_iterable(result.outcomes)]
-        self.report_errors(job, errors)
-
-    def report_errors(self, job: JobId, errors: Sequence[int]) -> None:
-        """A copy has ended, with an errno or 0 for each block."""
         runs = [(len(list(run)), error) for error, run in groupby(errors)]
         for first in range(0, len(runs), wire.ITEM_KEYS_MAX):
             end = first + wire.ITEM_KEYS_MAX
@@ -172,19 +172,6 @@ class WorkerLink:
         self._close_descriptors()
 
 
-@dataclass(slots=True)
-class RowsInUse:
-    """The rows of one connection, and the copies in flight. `idle` is set while there are none.
-
-    With `leaving` no copy begins any more.
-    """
-
-    link: WorkerLink
-    copies: int = 0
-    leaving: bool = False
-    idle: asyncio.Event = field(default_factory=asyncio.Event)
-
-
 OpenRows = Callable[[WorkerLink], Awaitable[object]]
 """Maps the rows of a link and opens the tier that copies between them and GPU blocks."""
 CarryOut = Callable[[TransferJob], Awaitable[JobResult]]
@@ -204,7 +191,7 @@ class WorkerConnection:
         self._gpu = gpu
         self._open_rows = open_rows
         self._threads = DaemonPool("kvtier-connect", 1)
-        self._rows: RowsInUse | None = None
+        self._link: WorkerLink | None = None
         self._has_loaded = False
         self._following: asyncio.Task[None] | None = None
 
@@ -214,7 +201,7 @@ class WorkerConnection:
         If it is not `required` it is tried again instead.
         """
         try:
-            self._rows = await self._first_rows()
+            self._link = await self._first_link()
         except BaseException as error:
             if required or not isinstance(error, ConfigError | ResourceError):
                 self._threads.shutdown()
@@ -222,14 +209,14 @@ class WorkerConnection:
             _log.error("a worker is without a stack process: %s", error)
         self._following = asyncio.create_task(self._follow())
 
-    async def _first_rows(self) -> RowsInUse:
+    async def _first_link(self) -> WorkerLink:
         link = await self._connect(resumes=False)
         try:
             await self._open_rows(link)
         except BaseException:
             link.close()
             raise
-        return RowsInUse(link)
+        return link
 
     async def _connect(self, resumes: bool) -> WorkerLink:
         connecting = self._threads.submit(lambda: connect(self._identity, self._process, resumes=resumes))
@@ -247,18 +234,18 @@ class WorkerConnection:
 
     async def copy(self, job: TransferJob, number: int, life: str, carry_out: CarryOut) -> JobResult:
         """Carry a job out in the session of this name, and report it by its number. In another one it has failed."""
-        rows = self._rows
-        if rows is None or rows.leaving or rows.link.welcome.life != life:
+        link = self._link
+        if link is None or link.leaving or link.welcome.life != life:
             return JobResult.uniform(job, failed(ESTALE))
-        rows.copies += 1
-        rows.idle.clear()
+        link.copies += 1
+        link.idle.clear()
         try:
             result = await carry_out(job)
         finally:
-            rows.copies -= 1
-            if not rows.copies:
-                rows.idle.set()
-        rows.link.report(JobId(number), result)
+            link.copies -= 1
+            if not link.copies:
+                link.idle.set()
+        link.report(JobId(number), result)
         return result
 
     async def on_load(self) -> None:
@@ -267,17 +254,17 @@ class WorkerConnection:
         Returns once nothing of before is loaded any more: where no answer comes, no copy begins with these rows.
         """
         self._has_loaded = True
-        rows = self._rows
-        if rows is not None and not await rows.link.announce_load():
-            rows.leaving = True
+        link = self._link
+        if link is not None and not await link.announce_load():
+            link.leaving = True
 
     # -- connections ---------------------------------------------------------------------------------------------
 
     async def _follow(self) -> None:
         """Connect again after each end."""
         while True:
-            if self._rows is not None:
-                await self._rows.link.ended.wait()
+            if self._link is not None:
+                await self._link.ended.wait()
             tries = 0
             while not await self._has_connected():
                 await asyncio.sleep(PAUSE_SECONDS[tries >= SHORT_PAUSES])
@@ -306,7 +293,7 @@ class WorkerConnection:
         except KVTierError as error:
             _log.error("a worker cannot use the rows of its stack process: %s", error)
             return False
-        self._rows = RowsInUse(link)
+        self._link = link
         if self._has_loaded:
             await self.on_load()
         link.send(wire.Ready())
@@ -314,14 +301,14 @@ class WorkerConnection:
 
     async def _leave(self) -> None:
         """Unmap the rows once their copies have ended. Idempotent."""
-        rows = self._rows
-        if rows is None:
+        link = self._link
+        if link is None:
             return
-        rows.leaving = True
-        while rows.copies:
-            await rows.idle.wait()
+        link.leaving = True
+        while link.copies:
+            await link.idle.wait()
         await self._gpu.close()
-        rows.link.close()
+        link.close()
 
     async def close(self) -> None:
         """Let copies in flight end, within the time that the tier takes for that, and disconnect. Idempotent."""
@@ -331,8 +318,8 @@ class WorkerConnection:
                 await self._following
         self._threads.shutdown()
         await self._gpu.close()
-        if self._rows is not None:
-            self._rows.link.close()
+        if self._link is not None:
+            self._link.close()
 
 
 def _close_unused(connecting: Future[Connected]) -> None:

@@ -36,7 +36,7 @@ from kvtier.engines.process_stack import connect_engine_stack
 
 cache = torch.zeros((BLOCKS, PAGE), dtype=torch.uint8)
 with connect_engine_stack(sys.argv[1], NAMESPACE, [cache], reads_only=sys.argv[2] == "reads") as stack:
-    rows = stack._client._worker._connection._rows.link._rows
+    rows = stack._client._worker._connection._link._rows
     print("writes", flush=True)
     ctypes.memset(rows.view.ctypes.data, 0x5A, rows.view.nbytes)
     print("has written", flush=True)

@@ -180,7 +180,7 @@ def test_a_broken_connection_to_a_process_that_lives_is_made_again(who: str, pri
     with TestEngine(private) as engine:
         assert engine.store(range(50, 58)) == ["stored"] * 8
         pid = peer_pid(private.path)
-        link = engine.client._worker._connection._rows.link
+        link = engine.client._worker._connection._link
         channel = engine.client._channel if who == "scheduler" else link._channel
         channel._sock.shutdown(socket.SHUT_RDWR)
         step_until_served(engine)
@@ -300,7 +300,7 @@ def test_a_store_in_flight_keeps_the_rows_of_its_session(how: str, private: Priv
         store = engine.begin(JobKind.STORE, range(100, 108))
         engine.step()
         until(lambda: held.begun, "the copy has begun")
-        rows = engine.client._worker._connection._rows
+        rows = engine.client._worker._connection._link
         if how == "killed":
             kill_listener(private.path)
         else:
@@ -309,7 +309,7 @@ def test_a_store_in_flight_keeps_the_rows_of_its_session(how: str, private: Priv
         engine.step_until(lambda: engine.client.life != life, "the scheduler has connected again")
         steps(engine, 1.0)
         assert not engine.client.core.joined, "it joins before its worker uses the new rows"
-        assert engine.client._worker._connection._rows is rows
+        assert engine.client._worker._connection._link is rows
         held.let_go()
         engine.step_until(lambda: engine.client.core.serves, "it is served again")
         assert engine.load(STORED) == ["hit"] * len(STORED)
@@ -415,7 +415,7 @@ def test_a_load_of_weights_that_a_frozen_process_does_not_note_ends_the_copies_o
     monkeypatch.setattr(worker_module, "NOTE_SECONDS", 0.5)
     with TestEngine(private) as engine:
         worker, pid, life = engine.client._worker, peer_pid(private.path), engine.client.life
-        rows = worker._connection._rows
+        rows = worker._connection._link
         os.kill(pid, signal.SIGSTOP)
         try:
             worker._thread.run(worker._connection.on_load, 10.0)

@@ -68,7 +68,7 @@ class SlowCopies:
         self._state[what] += 1
         if what == FILLS:
             for group in job.gpu_groups:
-                self._worker._connection._rows.link._rows.view[group.rows] = 0xEE
+                self._worker._connection._link._rows.view[group.rows] = 0xEE
         await asyncio.sleep(self._rng.random() * PAUSE_SECONDS)
         result = await (self._load(job) if what == FILLS else self._store(job))
         self._state[what] -= 1
