@@ -29,7 +29,7 @@ class ConnectedStack:
         self._closing = self._in_call = False
 
     @property
-    def _driver(self) -> ConnectedStack:
+    def _stack(self) -> ConnectedStack:
         return self
 
     def _opened(self) -> StackClient:
@@ -40,6 +40,13 @@ class ConnectedStack:
         if self._closing:
             raise UsageError("the stack is closed")
         return self._client
+
+    def _client_for(self, keys: Sequence[OffloadKey]) -> StackClient:
+        """The client, for keys of the layout that messages hold. Raises UsageError for others."""
+        client = self._opened()
+        check_keys(keys, client.geometry.num_groups)
+        check_wire_keys(keys)
+        return client
 
     def _begin_call(self) -> None:
         self._opened()
@@ -57,7 +64,7 @@ class CallsOfStack(Protocol):
     """Calls that belong to a stack."""
 
     @property
-    def _driver(self) -> ConnectedStack:
+    def _stack(self) -> ConnectedStack:
         """The stack."""
 
 
@@ -70,17 +77,17 @@ def call_of_stack(method: Callable[Concatenate[C, P], T]) -> Callable[Concatenat
 
     @wraps(method)
     def call(self: C, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        driver = self._driver
-        driver._begin_call()
+        stack = self._stack
+        stack._begin_call()
         try:
             return method(self, *args, **kwargs)
         except KVTierError:  # before any change
             raise
         except BaseException:
-            driver._give_up()
+            stack._give_up()
             raise
         finally:
-            driver._in_call = False
+            stack._in_call = False
 
     return call
 
@@ -121,10 +128,6 @@ class ProcessRequest:
         self._request = request
         self._reserved: ProcessReservation | None = None
 
-    @property
-    def _driver(self) -> ConnectedStack:
-        return self._stack
-
     def __enter__(self) -> Self:
         return self
 
@@ -139,12 +142,8 @@ class ProcessRequest:
         Call it before their stores: the next prompt of a conversation begins with them. The first keys of a request
         that was made without are its prompt's. Nothing happens once it has ended.
         """
-        self._check(keys)
+        self._stack._client_for(keys)
         self._extend(keys)
-
-    def _check(self, keys: Sequence[OffloadKey]) -> None:
-        check_keys(keys, self._stack._opened().geometry.num_groups)
-        check_wire_keys(keys)
 
     def _extend(self, keys: Sequence[OffloadKey]) -> None:
         if self._stack._opened().core.follows and not self._request.ended:
@@ -155,7 +154,7 @@ class ProcessRequest:
         """Bring keys into rows and lease them to this request; a later `step` takes in the answer."""
         if self._request.ended:
             raise UsageError(f"request {self.id} has ended")
-        self._check(keys)
+        self._stack._client_for(keys)
         if self._reserved is None or self._request.reservation is None:
             self._reserved = ProcessReservation(self._request)
         self._reserved.keys += [key for key in dict.fromkeys(keys) if key not in self._request.reserved]
@@ -176,13 +175,12 @@ class ProcessRequest:
     @call_of_stack
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Count these keys, given in prefix order, as used; call it for the hits of the request after its stores."""
-        self._check(keys)
-        self._stack._opened().touch(self._request, keys)
+        self._stack._client_for(keys).touch(self._request, keys)
 
     @call_of_stack
     def worth_loading(self, keys: Sequence[OffloadKey]) -> int:
         """The number of the keys: the stack process reserves and loads no more of them than is worth it."""
-        self._check(keys)
+        self._stack._client_for(keys)
         return self._request.worth_loading(keys)
 
     @call_of_stack
@@ -216,10 +214,6 @@ class ProcessCalls:
         self._stack = driver
 
     @property
-    def _driver(self) -> ConnectedStack:
-        return self._stack
-
-    @property
     def follows_requests(self) -> bool:
         """True if the policy of a tier follows requests, or with `curves`: the keys of a request have a use."""
         return self._stack._opened().core.follows
@@ -246,10 +240,7 @@ class ProcessCalls:
     @call_of_stack
     def announce(self, keys: Sequence[OffloadKey]) -> None:
         """Have `take_events` return once more which tiers have these keys: each is removed and then stored."""
-        client = self._stack._opened()
-        check_keys(keys, client.geometry.num_groups)
-        check_wire_keys(keys)
-        client.announce(keys)
+        self._stack._client_for(keys).announce(keys)
 
     @call_of_stack
     def storable(self, keys: Sequence[OffloadKey]) -> tuple[list[OffloadKey], int]:

@@ -28,7 +28,7 @@ from kvtier.stack.shutdown import CloseReport
 from kvtier.stack.watching.stats import StackStats
 from kvtier.tier.contract import LookupResult
 from kvtier.tier.registry import discover
-from kvtier.types.checks import check_hint, check_info, check_keys, check_text, check_timeout, check_types, check_whole
+from kvtier.types.checks import check_hint, check_info, check_text, check_timeout, check_types, check_whole
 from kvtier.types.events import OffloadingEvent
 from kvtier.types.geometry import Geometry, KVLayout
 from kvtier.types.hints import HintResult, KVHint
@@ -241,10 +241,7 @@ class ProcessStack(ConnectedStack):
         """Presence of each key; RETRY until the stack process has answered, or a shared tier. No tier is asked without
         `ask`. A HIT is in a row, and may be gone when it is loaded: `reserve` of a request keeps it."""
         check_types("ask", (ask, bool))
-        client = self._opened()
-        check_keys(keys, client.geometry.num_groups)
-        check_wire_keys(keys)
-        return client.look(keys, ask)
+        return self._client_for(keys).look(keys, ask)
 
     @call_of_stack
     def request(
@@ -270,18 +267,14 @@ class ProcessStack(ConnectedStack):
             raise UsageError("the time of a request is the stack process's own; `open_stack` takes one")
         request = ProcessRequest(self, client.core.request(request_id, (), info))
         if keys is not None:
-            check_keys(keys, client.geometry.num_groups)
-            check_wire_keys(keys)
+            self._client_for(keys)
             request._extend(keys)
         return request
 
     @call_of_stack
     def locate(self, keys: Sequence[OffloadKey]) -> list[str | None]:
         """For each key the name of the highest tier that holds it, or None. Waits for the stack process."""
-        client = self._opened()
-        check_keys(keys, client.geometry.num_groups)
-        check_wire_keys(keys)
-        return client.locate(keys)
+        return self._client_for(keys).locate(keys)
 
     @call_of_stack
     def hint(self, hint: KVHint) -> HintResult:
