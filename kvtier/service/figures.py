@@ -37,12 +37,15 @@ class EngineFigures:
 
     def changes(self, stats: StackStats) -> list[Stats]:
         """The series that changed, and all of them the first time."""
-        series = self._series(stats)
+        series = self.series(stats)
         parts = iter(lambda: list(islice(series, SERIES_AT_ONCE)), [])
         items = [Stats(part, last=False) for part in parts]
         return [*items[:-1], Stats(items[-1].series if items else [], last=True)]
 
-    def _series(self, stats: StackStats) -> Iterator[MetricSeries]:
+    def series(self, stats: StackStats) -> Iterator[MetricSeries]:
+        """The same without messages. Every series is there the first time, counters and histograms at zero, because
+        what a series begins with is no increase to Prometheus. A histogram's new values are the mean of their bucket's,
+        so that each bucket's count and the sum of all are right."""
         for metric, samples in metric_families(stats).items():
             for labels, value in samples.items():
                 if isinstance(value, HistogramFigures):

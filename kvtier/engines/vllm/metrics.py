@@ -1,7 +1,7 @@
 """The metrics of `kvtier.metrics` on vLLM's own `/metrics`."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
@@ -11,8 +11,8 @@ from vllm.v1.kv_offload.base import (
     OffloadingMetricMetadata,
 )
 
-from kvtier.control.tiers.histogram import HistogramFigures
-from kvtier.metrics import DEFINITIONS, MetricDefinition, metric_families
+from kvtier.metrics import DEFINITIONS, MetricDefinition
+from kvtier.service.figures import EngineFigures
 from kvtier.service.wire import COUNTER, GAUGE, MetricSeries
 from kvtier.stack import StackStats
 
@@ -34,36 +34,21 @@ def _metadata(definition: MetricDefinition) -> OffloadingMetricMetadata:
 
 
 class Meter:
-    """Turns the stack's totals into what vLLM takes: counters as increments, gauges as they are, histograms as values.
-
-    Every series is there from the first reading on, counters and histograms at zero, because what a series begins with
-    is no increase to Prometheus. A histogram's new values are given as the mean of those of their bucket, so that each
-    bucket's count and the sum of all are right.
-    """
+    """Turns the totals of a tier into what vLLM takes, once an interval, so that a step costs nothing."""
 
     def __init__(self) -> None:
-        self._reported: dict[tuple[str, tuple[str, ...]], float] = {}
-        self._observed: dict[tuple[str, tuple[str, ...]], HistogramFigures] = {}
+        self._figures = EngineFigures()
         self._next = 0.0
         self._unread = True
 
     def read(self, stats: Callable[[], StackStats]) -> OffloadingConnectorStats | None:
-        """The changes since the last reading; None before an interval is over, so that a step costs nothing."""
+        """The changes since the last reading; None before an interval is over."""
         now = time.monotonic()
         self._unread = now < self._next
         if self._unread:
             return None
         self._next = now + INTERVAL_SECONDS
-        changed = OffloadingConnectorStats()
-        for metric, samples in metric_families(stats()).items():
-            for labels, value in samples.items():
-                if isinstance(value, HistogramFigures):
-                    self._observe(changed, metric.name, labels, value)
-                elif metric.kind == "gauge":
-                    changed.set_gauge(metric.name, value, labels)
-                else:
-                    self._increase(changed, metric.name, labels, value)
-        return changed
+        return counted(self._figures.series(stats()))
 
     def to_read(self) -> bool:
         """Ask when the engine has nothing to do: True if there were steps after the last reading, or none yet.
@@ -75,26 +60,9 @@ class Meter:
             self._next = 0.0
         return self._unread
 
-    def _increase(self, changed: OffloadingConnectorStats, name: str, labels: tuple[str, ...], value: float) -> None:
-        before = self._reported.get((name, labels))
-        if before is None or value > before:
-            value = max(value, 0.0)  # vLLM would end by a negative increase, whatever figure was wrong
-            self._reported[name, labels] = value
-            changed.increase_counter(name, value - (before or 0.0), labels)
 
-    def _observe(
-        self, changed: OffloadingConnectorStats, name: str, labels: tuple[str, ...], value: HistogramFigures
-    ) -> None:
-        before, self._observed[name, labels] = self._observed.get((name, labels)), value
-        if before is None:  # vLLM makes a series of what is named, also with an empty list of values
-            changed.observe_histogram(name, 0.0, labels)
-            changed.data["data"][name][labels].clear()
-        for each in value.values_since(before):
-            changed.observe_histogram(name, each, labels)
-
-
-def counted(series: Sequence[MetricSeries]) -> OffloadingConnectorStats:
-    """The series that a stack process has sent, as vLLM takes them."""
+def counted(series: Iterable[MetricSeries]) -> OffloadingConnectorStats:
+    """The changes of series, as vLLM takes them."""
     changed = OffloadingConnectorStats()
     for each in series:
         labels = tuple(each.labels)
