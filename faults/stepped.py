@@ -9,6 +9,7 @@ from typing import Any, Self, TypeVar
 
 from kvtier.errors import UsageError
 from kvtier.stack import CloseReport, StackParts, TierStack
+from kvtier.stack.jobs import whole_groups
 from kvtier.tier.contract import LookupResult
 from kvtier.types.jobs import JobKind, JobResult, TransferJob
 from kvtier.types.keys import JobId, OffloadKey
@@ -129,15 +130,18 @@ class SteppedStack:
         if not task.cancelled() and task.exception() is None:
             self._ended.append(task.result())
 
+    def _job(self, kind: JobKind, keys: Sequence[OffloadKey], gpu_blocks: Sequence[int]) -> TransferJob:
+        return self.stack.job(kind, whole_groups(keys, gpu_blocks, (), self.stack.geometry))
+
     def submit_store(self, keys: Sequence[OffloadKey], *, gpu_blocks: Sequence[int]) -> JobId:
         """Begin to store whole blocks."""
-        return self.submit(self.stack._job_of(JobKind.STORE, keys, gpu_blocks, (), None))
+        return self.submit(self._job(JobKind.STORE, keys, gpu_blocks))
 
     def submit_load(
         self, keys: Sequence[OffloadKey], request: Within | None = None, *, gpu_blocks: Sequence[int]
     ) -> JobId:
         """Begin to load whole blocks."""
-        return self.submit(self.stack._job_of(JobKind.LOAD, keys, gpu_blocks, (), None), request)
+        return self.submit(self._job(JobKind.LOAD, keys, gpu_blocks), request)
 
     def lookup(self, keys: Sequence[OffloadKey]) -> Sequence[LookupResult]:
         """Presence from memory; RETRY where a shared tier has yet to answer."""

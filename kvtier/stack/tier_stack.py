@@ -237,7 +237,8 @@ class TierStack(ServesRequests):
         for each group that has keys. Raises UsageError for blocks that contradict the layout, never for a failure of a
         tier.
         """
-        return await self.run(self._job_of(JobKind.STORE, keys, gpu_blocks, groups, timeout_seconds))
+        whole = whole_groups(keys, gpu_blocks, groups, self.geometry)
+        return await self.run(self.job(JobKind.STORE, whole, timeout_seconds))
 
     async def load(
         self,
@@ -252,7 +253,8 @@ class TierStack(ServesRequests):
 
         They pass through a bounded window of rows if the prefix is longer than the CPU tier.
         """
-        return await self.run(self._job_of(JobKind.LOAD, keys, gpu_blocks, groups, timeout_seconds), request)
+        whole = whole_groups(keys, gpu_blocks, groups, self.geometry)
+        return await self.run(self.job(JobKind.LOAD, whole, timeout_seconds), request)
 
     def job(self, kind: JobKind, groups: Sequence[GPUGroup], timeout_seconds: float | None = None) -> TransferJob:
         """A job with a fresh id and a deadline from now; the stack's own default when no timeout is given."""
@@ -260,17 +262,6 @@ class TierStack(ServesRequests):
         job = new_job(self._next_job, kind, groups, timeout_seconds, self._settings, self._clock())
         self._next_job += 1
         return job
-
-    def _job_of(
-        self,
-        kind: JobKind,
-        keys: Sequence[OffloadKey],
-        gpu_blocks: Sequence[int],
-        groups: Sequence[BlockGroup],
-        timeout_seconds: float | None,
-    ) -> TransferJob:
-        """A job for whole blocks, of one group by `keys` and `gpu_blocks` or of several by `groups`."""
-        return self.job(kind, whole_groups(keys, gpu_blocks, groups, self._opened().geometry), timeout_seconds)
 
     async def run(self, job: TransferJob, request: StackRequest | None = None) -> JobResult:
         """Run a prepared job of `job`, which may name parts of blocks.
