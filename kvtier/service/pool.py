@@ -11,8 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from kvtier.control.jobs import Arrival, PresenceAnswers
-from kvtier.control.plane.adopted_rows import end_adoption
+from kvtier.control.jobs import CPU_TIER, Arrival, PresenceAnswers
 from kvtier.control.plane.control_plane import ControlPlane
 from kvtier.control.tiers.lower_tier import TierSpec
 from kvtier.errors import ConfigError, GeometryError, RootBusyError, UsageError
@@ -336,7 +335,8 @@ class Pool(TierStack):
 
     @guard_step
     def _on_verified(self, rows: Sequence[int], intact: Sequence[bool]) -> None:
-        end_adoption(self.plane, rows, intact, self._clock())
+        self.plane.control.cpu_counters.corrupt += intact.count(False)
+        self.plane.demotions.end_fills(rows, intact, CPU_TIER, self._clock())
         self._carry_out()
 
     def _on_background_end(self, task: asyncio.Task[None]) -> None:

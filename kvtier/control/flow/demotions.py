@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from itertools import compress
 
 from kvtier.control.flow.dirty_rows import ALL_TIERS, DirtyRows
 from kvtier.control.flow.eviction_admission import EvictionAdmission
@@ -22,6 +23,7 @@ from kvtier.control.jobs import CPU_TIER
 from kvtier.control.state import ControlState
 from kvtier.control.tiers.breaker import BreakerState
 from kvtier.control.tiers.lower_tier import LowerTier
+from kvtier.control.tiers.slot_table import READY
 from kvtier.types.jobs import STORED, DropReason, JobKind, JobResult, SkipReason
 from kvtier.types.keys import OffloadKey
 
@@ -76,6 +78,21 @@ class Demotions:
                 lower.counters.drop(DropReason.HELD_BACK, len(rows))
             else:
                 self._offer(lower, rows, source != CPU_TIER, now)
+
+    def end_fills(self, rows: Sequence[int], whole: Sequence[bool], source: int, now: float) -> list[int]:
+        """The fills of these rows, given in prefix order, ended, and left whole blocks or not; `source` as for
+        `row_ready`. Returns the rows that are ready: none that a reset has overtaken."""
+        control, cpu, state = self.control, self.control.cpu, self.control.cpu.table.state
+        good = list(compress(rows, whole))
+        cpu.commit(good[::-1])
+        ready = [row for row in good if state[row] == READY]
+        self.row_ready(ready[::-1], source, now)
+        control.end_fill(ready, True, source, now)
+        if len(good) < len(rows):
+            cpu.abort([row for row, ok in zip(rows, whole, strict=True) if not ok])
+        if len(ready) < len(rows):
+            control.end_fill([row for row in rows if state[row] != READY], False, source, now)
+        return ready
 
     def on_use(self, rows: Sequence[int], now: float) -> None:
         """The blocks of these rows were loaded, or stored once more: tiers that did not admit them decide again.

@@ -9,7 +9,6 @@ from kvtier.control.flow.lower_transfer import LowerTransfer
 from kvtier.control.state import ControlState, FillWaiter
 from kvtier.control.tiers.breaker import BreakerState
 from kvtier.control.tiers.lower_tier import LowerTier
-from kvtier.control.tiers.slot_table import READY
 from kvtier.types.jobs import JobKind, JobResult
 from kvtier.types.keys import OffloadKey
 from kvtier.types.values import job_value
@@ -144,21 +143,12 @@ class PromotionJob(LowerTransfer):
 
     def finish(self, result: JobResult, now: float) -> None:
         outcomes = self.outcomes_of(result)
-        good = [row for row, outcome in zip(self.rows, outcomes, strict=True) if outcome.ok]
-        if good:  # what fails at once says nothing of a load
-            self.lower.speed.on_end(len(good), self.sent_at, now)
+        whole = [outcome.ok for outcome in outcomes]
+        if any(whole):  # what fails at once says nothing of a load
+            self.lower.speed.on_end(sum(whole), self.sent_at, now)
         self.release()
         self.finish_load(outcomes, result.bytes_moved, now, self.resets == self.control.resets)
-        self.control.cpu.commit(good[::-1])
-        state = self.control.cpu.table.state
-        ready = [row for row in good if state[row] == READY]
-        self.promotions.demotions.row_ready(ready[::-1], self.lower.position, now)
-        self.control.end_fill(ready, True, self.lower.position, now)
-        if len(good) < len(outcomes):
-            self.control.cpu.abort([row for row, outcome in zip(self.rows, outcomes, strict=True) if not outcome.ok])
-        if len(ready) < len(outcomes):
-            failed = set(self.rows).difference(ready)
-            self.control.end_fill([row for row in self.rows if row in failed], False, self.lower.position, now)
+        self.promotions.demotions.end_fills(self.rows, whole, self.lower.position, now)
 
     def on_late(self, now: float) -> None:
         """Waiting requests go on without these blocks; the entry stays, the rows wait for their I/O."""

@@ -246,23 +246,15 @@ class FillJob(JobOwner):
         if outcomes.count(STORED) == len(outcomes) == len(self.rows) and self.resets == control.resets:
             self._finish_whole(now)
             return
-        in_order = dict(zip(request.order_of(self.indices), outcomes, strict=True))
-        good = [row for m, row in enumerate(self.rows) if in_order[m].ok]
-        control.cpu.commit(good[::-1])
-        state = control.cpu.table.state
-        ready = [row for row in good if state[row] == READY]
+        by_place = dict(zip(request.order_of(self.indices), outcomes, strict=True))
+        in_order = [by_place[m] for m in range(len(self.rows))]
+        whole = [outcome.ok for outcome in in_order]
+        ready = set(request.demotions.end_fills(self.rows, whole, CPU_TIER, now))
         control.cpu_counters.stored += len(ready)
-        for m, index in enumerate(self.indices):
-            outcome = in_order[m]
+        for index, row, outcome in zip(self.indices, self.rows, in_order, strict=True):
             control.cpu_counters.count(outcome)
-            if outcome.ok:
-                outcome = STORED if state[self.rows[m]] == READY else dropped(DropReason.RESET)
-            request.complete(index, outcome)
-        request.demotions.row_ready(ready[::-1], CPU_TIER, now)
-        control.cpu.abort([row for m, row in enumerate(self.rows) if not in_order[m].ok])
-        if control.fills:
-            control.end_fill(ready, True, CPU_TIER, now)
-            control.end_fill([row for row in self.rows if state[row] != READY], False, CPU_TIER, now)
+            overtaken = outcome.ok and row not in ready
+            request.complete(index, dropped(DropReason.RESET) if overtaken else outcome)
 
     def _finish_whole(self, now: float) -> None:
         """The usual case in a few batch calls: every block was stored, and no reset came in between."""
