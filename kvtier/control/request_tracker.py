@@ -81,28 +81,11 @@ class RequestTracker:
         """Extend a request by these blocks of its output; nothing happens unless it began and has not ended."""
         if not self._followed or request_id not in self._open:
             return
-        if self._one_group and len(keys) == 1 and self._is_nowhere(keys[0]):
-            self._extend(request_id, FIRST_GROUP, keys)
-            return
         for group, chain in self._by_group(keys):
             for model in self._control.models:
                 model.extend_request(request_id, group, chain)
             for tier, policy in self._control.request_policies:
                 policy.extend_request(request_id, group, chain, _ready_slots(tier, chain))
-
-    def _is_nowhere(self, key: OffloadKey) -> bool:
-        for tier, _ in self._control.request_policies:  # noqa: SIM110 (a generator takes longer than all of this)
-            if key in tier.directory:
-                return False
-        return True
-
-    def _extend(self, request_id: RequestId, group: GroupIndex, chain: Sequence[OffloadKey]) -> None:
-        """With blocks that no tier has, as nearly all are."""
-        for model in self._control.models:
-            model.extend_request(request_id, group, chain)
-        nowhere = [-1] * len(chain)
-        for _, policy in self._control.request_policies:
-            policy.extend_request(request_id, group, chain, nowhere)
 
     def on_touch(self, keys: Sequence[OffloadKey], now: float) -> None:
         """Count a use of these keys by an embedder: a request of its own, unless it announces those as they begin."""
