@@ -20,7 +20,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from kvtier.control.jobs import Delivery, DeliveryKind, TierJob
-from kvtier.control.tiers.histogram import Histogram, HistogramFigures, merge
+from kvtier.control.tiers.histogram import Histogram, HistogramFigures
 from kvtier.errors import IntegrityError
 from kvtier.stack.guard import Guarded, guard_step
 from kvtier.tier.contract import AnswersLookups, Clock, LoadStore, LookupResult
@@ -133,19 +133,6 @@ class Traffic:
         return max(0.0, now - begun[0]) if begun else 0.0
 
 
-def transfer_stats(traffic: Sequence[Traffic], waiting: Sequence[QueuedJob], now: float) -> TransferStats:
-    """The figures of one kind in the queues of one tier, at least one, in which these jobs wait. From any thread."""
-    return TransferStats(
-        merge([each.took.figures() for each in traffic]),
-        merge([each.waited.figures() for each in traffic]),
-        sum(each.in_flight_bytes for each in traffic),
-        sum(each.queued_bytes for each in traffic),
-        {QUEUED: sum(each.late_queued for each in traffic), IN_FLIGHT: sum(each.late_in_flight for each in traffic)},
-        max(each.oldest_seconds(now) for each in traffic),
-        max((each.size for each in waiting), default=0),
-    )
-
-
 @dataclass(slots=True)
 class TierQueue:
     """Queues of one tier: its waiting jobs, each kind in the order of its deadlines, and what is in flight.
@@ -170,6 +157,19 @@ class TierQueue:
     def waiting(self, kind: JobKind) -> deque[QueuedJob]:
         """The waiting jobs of a kind."""
         return self.loads if kind is JobKind.LOAD else self.stores
+
+    def figures(self, kind: JobKind, now: float) -> TransferStats:
+        """The figures of a kind. From any thread: the copy of a deque is one step of the interpreter."""
+        traffic, waiting = self.traffic[kind], list(self.waiting(kind))
+        return TransferStats(
+            traffic.took.figures(),
+            traffic.waited.figures(),
+            traffic.in_flight_bytes,
+            traffic.queued_bytes,
+            {QUEUED: traffic.late_queued, IN_FLIGHT: traffic.late_in_flight},
+            traffic.oldest_seconds(now),
+            max((each.size for each in waiting), default=0),
+        )
 
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from kvtier.control.tiers.histogram import DURATION_BOUNDS, Histogram, merge
+from kvtier.control.tiers.histogram import DURATION_BOUNDS, Histogram
 from kvtier.control.tiers.reuse_times import AGE_BOUNDS
 
 BOUNDS = (1.0, 2.0, 5.0)
@@ -49,8 +49,3 @@ def test_values_in_place_of_the_new_ones_have_their_counts_and_their_sum(seed: i
     assert math.isclose(replayed.sum, after.sum, rel_tol=1e-9)
     assert counted(list(after.values_since(None))).figures().counts == after.counts
     assert list(after.values_since(after)) == []
-
-
-def test_histograms_of_one_tier_are_added_up() -> None:
-    both = merge([counted([0.5, 3.0]).figures(), counted([3.0]).figures()])
-    assert (both.counts, both.sum) == ((1, 0, 2, 0), 6.5)

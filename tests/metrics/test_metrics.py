@@ -197,13 +197,13 @@ def test_a_breaker_of_lookups_is_shown() -> None:
     world = World(cpu_setup(4), [shared_setup(hint_seconds=5.0, lookup_timeout_seconds=1.0)])
     (lower,) = world.plane.control.lowers
     assert isinstance(lower.index, SharedTier)
-    assert lower_stats(lower, [], world.now).breaker == "closed"
+    assert lower_stats(lower, {}, world.now).breaker == "closed"
     for number in range(lower.index.lookup_breaker.threshold):
         lower.index.take_answers([key(number)], [LookupResult.RETRY], world.now)
-    stats = lower_stats(lower, [], world.now)
+    stats = lower_stats(lower, {}, world.now)
     assert (stats.breaker, stats.up) == ("load closed, store closed, lookup open", 0)
     world.plane.hold_back(world.now)
-    assert lower_stats(lower, [], world.now).breaker == "held_back"
+    assert lower_stats(lower, {}, world.now).breaker == "held_back"
 
 
 def test_breakers_are_shown_apart_with_what_they_went_through() -> None:
@@ -213,7 +213,7 @@ def test_breakers_are_shown_apart_with_what_they_went_through() -> None:
     for _ in range(breaker.threshold):
         breaker.on_failure(world.now)
     assert not breaker.allows(world.now)
-    stats = StackStats({"s3": lower_stats(lower, [], world.now)}, backlog=0)
+    stats = StackStats({"s3": lower_stats(lower, {}, world.now)}, backlog=0)
     found = values(stats)["kvtier_breaker_state"]
     assert {labels[1:]: value for labels, value in found.items() if value} == {
         ("load", "open"): 1,
@@ -222,7 +222,7 @@ def test_breakers_are_shown_apart_with_what_they_went_through() -> None:
     }
     assert breaker.allows(world.now + breaker.pause_seconds)
     breaker.on_success()
-    stats = StackStats({"s3": lower_stats(lower, [], world.now)}, backlog=0)
+    stats = StackStats({"s3": lower_stats(lower, {}, world.now)}, backlog=0)
     entered = values(stats)["kvtier_breaker_transitions_total"]
     assert {labels: value for labels, value in entered.items() if value} == {
         ("s3", "load", "open"): 1,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvtier.control.tiers.lower_tier import TierCounters
+from kvtier.control.tiers.lower_tier import TierCounters, TierSpec
 from kvtier.stack.watching.stats import tier_stats
 from kvtier.tier.contract import Opened
 from kvtier.types.jobs import DropReason, SkipReason
+from kvtier.types.keys import FS
 
 
 class CountedMeanwhile(dict):  # type: ignore[type-arg]
@@ -23,6 +24,6 @@ def test_a_reason_that_is_counted_for_the_first_time_meanwhile_interrupts_no_rea
     counters = TierCounters(hits=3, load_bytes=4096)
     counters.dropped = CountedMeanwhile({DropReason.NO_SLOT: 2})
     counters.skipped = CountedMeanwhile({SkipReason.NOT_ADMITTED: 5})
-    figures = tier_stats(Opened(0), None, counters, [], 0.0)
+    figures = tier_stats(TierSpec("fs", FS, Opened(0)), None, counters, {}, 0.0)
     assert (figures.hits, figures.load_bytes) == (3, 4096)
     assert (figures.dropped, figures.skipped) == ({"no_slot": 2}, {"not_admitted": 5})

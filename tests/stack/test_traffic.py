@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 
 from support_stack import PAGE, PLAIN, Engine, fs, keys, load, running, stack_file, store, until, whole
 
-from kvtier.stack.dispatcher import IN_FLIGHT, QUEUED, Dispatcher, QueuedJob, Traffic, transfer_stats
+from kvtier.stack.dispatcher import IN_FLIGHT, QUEUED, Dispatcher, QueuedJob, TierQueue, Traffic, TransferStats
 from kvtier.types.jobs import JobKind, TransferJob
 from kvtier.types.keys import JobId
 
@@ -19,22 +21,27 @@ def queue(traffic: Traffic, number: int, size: int, now: float) -> QueuedJob:
     return queued
 
 
+def figures_at(now: float, traffic: Traffic, waiting: Sequence[QueuedJob] = ()) -> TransferStats:
+    of_tier = TierQueue(None, 0, deque(waiting), traffic={JobKind.LOAD: traffic})  # type: ignore[arg-type]
+    return of_tier.figures(JobKind.LOAD, now)
+
+
 def test_a_job_counts_from_its_queue_to_its_end() -> None:
     traffic = Traffic()
     first, second = queue(traffic, 1, 10 * MIB, 100.0), queue(traffic, 2, MIB, 100.5)
-    figures = transfer_stats([traffic], [first, second], 101.0)
+    figures = figures_at(101.0, traffic, [first, second])
     assert (figures.queued_bytes, figures.in_flight_bytes) == (11 * MIB, 0)
     assert figures.largest_queued_bytes == 10 * MIB
-    assert transfer_stats([traffic], [], 101.0).largest_queued_bytes == 0
+    assert figures_at(101.0, traffic).largest_queued_bytes == 0
     traffic.begin(first, 101.0)
-    figures = transfer_stats([traffic], [], 101.0)
+    figures = figures_at(101.0, traffic)
     assert (figures.queued_bytes, figures.in_flight_bytes) == (MIB, 10 * MIB)
     assert (figures.waited_seconds.count, figures.waited_seconds.sum) == (1, 1.0)
     assert figures.took_seconds.count == 0
     traffic.begin(second, 102.5)
     traffic.end(first, 104.0)
     traffic.end(second, 105.0)
-    figures = transfer_stats([traffic], [], 105.0)
+    figures = figures_at(105.0, traffic)
     assert (figures.queued_bytes, figures.in_flight_bytes) == (0, 0)
     assert (figures.waited_seconds.count, figures.waited_seconds.sum) == (2, 3.0)
     assert (figures.took_seconds.count, figures.took_seconds.sum) == (2, 5.5)
@@ -48,33 +55,25 @@ def test_a_missed_deadline_counts_where_the_job_was() -> None:
     traffic.on_late(JobId(1))
     traffic.on_late(JobId(7))  # of another kind
     traffic.unqueue(second, late=True)
-    figures = transfer_stats([traffic], [], 2.0)
+    figures = figures_at(2.0, traffic)
     assert figures.deadlines_missed == {QUEUED: 1, IN_FLIGHT: 1}
     assert (figures.queued_bytes, figures.in_flight_bytes) == (0, MIB)
     assert figures.waited_seconds.count == 1
 
 
-def test_two_queues_of_a_tier_are_added_up() -> None:
-    first, second = Traffic(), Traffic()
-    for number, traffic in enumerate((first, second)):
-        traffic.begin(queue(traffic, number, MIB, 0.0), 2.0)
-    assert transfer_stats([first, second], [], 2.0).waited_seconds.sum == 4.0
-    assert transfer_stats([first, second], [], 2.0).in_flight_bytes == 2 * MIB
-
-
 def test_a_job_that_hangs_is_the_oldest_in_flight_until_it_ends() -> None:
-    traffic, other = Traffic(), Traffic()
+    traffic = Traffic()
     jobs = []
     for number, at in ((1, 10.0), (2, 12.0)):
         jobs.append(queue(traffic, number, MIB, at - 1.0))
-        assert transfer_stats([traffic], [], at).oldest_seconds == (0.0 if number == 1 else 2.0)
+        assert figures_at(at, traffic).oldest_seconds == (0.0 if number == 1 else 2.0)
         traffic.begin(jobs[-1], at)
     traffic.on_late(JobId(1))
-    assert transfer_stats([other, traffic], [], 50.0).oldest_seconds == 40.0
+    assert figures_at(50.0, traffic).oldest_seconds == 40.0
     traffic.end(jobs[0], 60.0)
-    assert transfer_stats([other, traffic], [], 60.0).oldest_seconds == 48.0
+    assert figures_at(60.0, traffic).oldest_seconds == 48.0
     traffic.end(jobs[1], 61.0)
-    assert transfer_stats([other, traffic], [], 70.0).oldest_seconds == 0.0
+    assert figures_at(70.0, traffic).oldest_seconds == 0.0
 
 
 async def test_transfers_of_a_stack_are_all_counted(tmp_path: Path, monkeypatch) -> None:

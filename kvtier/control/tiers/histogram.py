@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import repeat
 
@@ -64,10 +64,3 @@ class Histogram:
     def figures(self) -> HistogramFigures:
         """The counts until now."""
         return HistogramFigures(self._bounds, tuple(self._counts), tuple(self._sums))
-
-
-def merge(figures: Sequence[HistogramFigures]) -> HistogramFigures:
-    """The figures of histograms with the same bounds, at least one, together."""
-    counts = tuple(map(sum, zip(*(each.counts for each in figures), strict=True)))
-    sums = tuple(map(sum, zip(*(each.sums for each in figures), strict=True)))
-    return HistogramFigures(figures[0].bounds, counts, sums)

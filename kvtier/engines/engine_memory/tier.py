@@ -367,7 +367,8 @@ class EngineMemoryTier(Guarded):
 
     def stats(self) -> StackStats:
         """Figures since the tier was opened; also after closing."""
-        figures = lower_stats(self.plane.lower, self._queues, time.monotonic())
+        queues = {JobKind.STORE: self._queues[STORES], JobKind.LOAD: self._queues[LOADS]}
+        figures = lower_stats(self.plane.lower, queues, time.monotonic())
         errors = self._errors + self._dispatcher.errors + self._watch.errors
         return StackStats({self._name: figures}, self.plane.backlog, errors=errors)
 

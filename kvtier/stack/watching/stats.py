@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from kvtier.control.hints.following import Hints
-from kvtier.control.state import ControlState
 from kvtier.control.tiers.breaker import Breaker
 from kvtier.control.tiers.histogram import HistogramFigures
-from kvtier.control.tiers.lower_tier import LowerTier, TierCounters
+from kvtier.control.tiers.lower_tier import LowerTier, TierCounters, TierSpec
 from kvtier.control.tiers.owned_tier import OwnedTier
 from kvtier.control.tiers.slot_table import SlotState
-from kvtier.stack.dispatcher import QueuedJob, TierQueue, TransferStats, transfer_stats
+from kvtier.stack.dispatcher import TierQueue, TransferStats
 from kvtier.stack.open_stack import OpenStack
-from kvtier.tier.contract import Opened
 from kvtier.types.jobs import JobKind
 
 if TYPE_CHECKING:
@@ -221,9 +219,10 @@ def collect(assembled: OpenStack, now: float, errors: int) -> StackStats:
     From any thread, without a lock: figures that change meanwhile may be of two moments.
     """
     control, queues = assembled.plane.control, assembled.dispatcher.queues
-    tiers = {control.cpu.name: cpu_stats(control, queues[:1], now)}
-    for lower, queue in zip(control.lowers, queues[1:], strict=True):
-        tiers[lower.name] = lower_stats(lower, [queue], now)
+    by_kind = [dict.fromkeys(JobKind, queue) for queue in queues]
+    tiers = {control.cpu.name: tier_stats(control.cpu_spec, control.cpu, control.cpu_counters, by_kind[0], now)}
+    for lower, queue in zip(control.lowers, by_kind[1:], strict=True):
+        tiers[lower.name] = lower_stats(lower, queue, now)
     plane = assembled.plane
     errors += assembled.dispatcher.errors
     groups = {
@@ -248,40 +247,27 @@ def hint_stats(hints: Hints) -> HintStats:
     )
 
 
-def cpu_stats(control: ControlState, queues: Sequence[TierQueue], now: float) -> TierStats:
-    """The figures of the CPU tier, whose jobs go through these queues."""
-    spec = control.cpu_spec
-    figures = tier_stats(spec.opened, control.cpu, control.cpu_counters, queues, now)
-    return replace(figures, token_bytes=spec.token_bytes, kind=spec.kind, policy=spec.eviction)
-
-
-def lower_stats(lower: LowerTier, queues: Sequence[TierQueue], now: float) -> TierStats:
-    """The figures of a lower tier, whose jobs go through these queues."""
-    figures = tier_stats(lower.spec.opened, lower.owned, lower.counters, queues, now)
-    spec = lower.spec
+def lower_stats(lower: LowerTier, queues: Mapping[JobKind, TierQueue], now: float) -> TierStats:
+    """The figures of a lower tier, whose jobs of each kind go through these queues."""
     return replace(
-        figures,
+        tier_stats(lower.spec, lower.owned, lower.counters, queues, now),
         breaker=lower.health_text,
         joined=int(not lower.held_back),
         breakers={what: _breaker_stats(breaker) for what, breaker in lower.breakers.items()},
-        token_bytes=spec.token_bytes,
-        kind=spec.kind,
-        policy=spec.eviction if lower.owned is not None else "",
-        write_policy=spec.write_policy,
-        admit=spec.admit,
+        write_policy=lower.spec.write_policy,
+        admit=lower.spec.admit,
     )
 
 
 def tier_stats(
-    opened: Opened, owned: OwnedTier | None, counters: TierCounters, queues: Sequence[TierQueue], now: float
+    spec: TierSpec, owned: OwnedTier | None, counters: TierCounters, queues: Mapping[JobKind, TierQueue], now: float
 ) -> TierStats:
-    """The figures of a tier without breakers."""
-    seconds = {kind: sum(queue.traffic[kind].seconds(now) for queue in queues) for kind in JobKind}
-    traffic = {kind: [queue.traffic[kind] for queue in queues] for kind in JobKind if queues}
+    """The figures of a tier without breakers, whose jobs of each kind go through these queues."""
+    opened, seconds = spec.opened, {kind: queue.traffic[kind].seconds(now) for kind, queue in queues.items()}
     figures = TierStats(
         **_counted(counters),
-        load_seconds=seconds[JobKind.LOAD],
-        store_seconds=seconds[JobKind.STORE],
+        load_seconds=seconds.get(JobKind.LOAD, 0.0),
+        store_seconds=seconds.get(JobKind.STORE, 0.0),
         capacity_bytes=opened.capacity_bytes,
         mode=opened.mode,
         layout=opened.layout,
@@ -289,12 +275,15 @@ def tier_stats(
         events=_events(queues),
         recovered=len(opened.recovered.slots),
         recovery_seconds=opened.open_seconds,
-        transfers={kind.value: transfer_stats(each, _waiting(queues, kind), now) for kind, each in traffic.items()},
+        transfers={kind.value: queue.figures(kind, now) for kind, queue in queues.items()},
+        token_bytes=spec.token_bytes,
+        kind=spec.kind,
     )
     if owned is None:
         return figures
     return replace(
         figures,
+        policy=spec.eviction,
         evictions=owned.evictions,
         expired=owned.expired,
         used_bytes=owned.used_bytes,
@@ -307,11 +296,6 @@ def tier_stats(
         eviction_ages=owned.uses.eviction_ages.figures(),
         **_curve(owned.curve),
     )
-
-
-def _waiting(queues: Sequence[TierQueue], kind: JobKind) -> list[QueuedJob]:
-    """The jobs that wait. From any thread: the copy of a deque is one step of the interpreter."""
-    return [queued for queue in queues for queued in list(queue.waiting(kind))]
 
 
 def _counted(counters: TierCounters) -> dict[str, Any]:
@@ -334,7 +318,7 @@ def _breaker_stats(breaker: Breaker) -> BreakerStats:
     return BreakerStats(breaker.state.value, {state.value: count for state, count in breaker.entered.items()})
 
 
-def _events(queues: Sequence[TierQueue]) -> dict[str, int]:
+def _events(queues: Mapping[JobKind, TierQueue]) -> dict[str, int]:
     """The counts of the tier behind these queues, in `counters` by place and reason, if it has any."""
-    counters = getattr(queues[0].tier, "counters", None) if queues else None
+    counters = getattr(queues[JobKind.LOAD].tier, "counters", None) if queues else None
     return dict(counters) if isinstance(counters, Counter) else {}

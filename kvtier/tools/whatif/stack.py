@@ -19,7 +19,7 @@ from kvtier.control.plane.control_plane import ControlPlane
 from kvtier.errors import IntegrityError
 from kvtier.stack import StackSettings, TierStats
 from kvtier.stack.dispatcher import RESOLUTION_SECONDS, QueuedJob, TierQueue
-from kvtier.stack.watching.stats import cpu_stats, lower_stats
+from kvtier.stack.watching.stats import lower_stats, tier_stats
 from kvtier.tier.contract import LookupResult
 from kvtier.tools.whatif.service import Service
 from kvtier.types.geometry import Geometry
@@ -291,10 +291,10 @@ class VirtualStack:
     def stats(self) -> dict[str, TierStats]:
         """The figures of every tier from the CPU down, as a running stack has them."""
         control, now = self.plane.control, self._loop.time()
-        queues = [device.queue for device in self.devices]
-        cpu = cpu_stats(control, queues[:1], now)
+        queues = [dict.fromkeys(JobKind, device.queue) for device in self.devices]
+        cpu = tier_stats(control.cpu_spec, control.cpu, control.cpu_counters, queues[0], now)
         lowers = zip(control.lowers, queues[1:], strict=True)
-        return {control.cpu.name: cpu} | {lower.name: lower_stats(lower, [queue], now) for lower, queue in lowers}
+        return {control.cpu.name: cpu} | {lower.name: lower_stats(lower, queue, now) for lower, queue in lowers}
 
     # -- driving the control plane -------------------------------------------------------------------------------
 
