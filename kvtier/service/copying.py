@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from errno import ECONNRESET, ESTALE
 from itertools import groupby
 
-from kvtier.control.flow.leased_loads import LeasedLoad
+from kvtier.control.flow.loads import LeasedLoad
 from kvtier.control.jobs import CPU_TIER
 from kvtier.service import wire
 from kvtier.service.leasing import Leases

@@ -1,14 +1,16 @@
 """Loads of an engine: every block from the highest tier that has it, streamed through a bounded window of rows.
 
-A load never holds a row while it waits for another: a row is held from its promotion to the end of its copy, and
+A `LoadRequest` is copied here, a `LeasedLoad` by the engine itself, out of rows that were leased to it before. A load
+never holds a row while it waits for another: a row is held from its promotion to the end of its copy, and
 both always end. So any number of loads longer than the CPU tier get through any CPU tier.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 
+from kvtier.control.flow.demotions import Demotions
 from kvtier.control.flow.engine_job import EngineJob
 from kvtier.control.flow.promotions import Promotions
 from kvtier.control.flow.row_request import RowRequest
@@ -25,8 +27,9 @@ from kvtier.types.jobs import (
     JobKind,
     JobResult,
     TransferJob,
+    failed,
 )
-from kvtier.types.keys import OffloadKey
+from kvtier.types.keys import OffloadKey, key_group
 
 
 class LoadRequest(EngineJob, RowRequest):
@@ -223,3 +226,44 @@ class CopyJob(JobOwner):
         self.request.on_copy(self.indices)
         self.request.complete_all(self.indices, LOADED)
         self.request.control.cpu.unpin(self.rows)
+
+
+class LeasedLoad:
+    """A copy out of rows, which it pins until its end. Hits are those of the tiers that brought the blocks up."""
+
+    def __init__(
+        self,
+        demotions: Demotions,
+        keys: Sequence[OffloadKey],
+        rows: Sequence[int],
+        brought: Mapping[OffloadKey, int],
+        now: float,
+    ) -> None:
+        self.keys = keys
+        self._control = control = demotions.control
+        self._rows = rows
+        self._brought = brought
+        self._resets = control.resets
+        control.cpu.pin(rows)
+        blocks = control.group_blocks[JobKind.LOAD]
+        for key in keys:
+            blocks[key_group(key)] += 1
+        if not demotions.admits_all:
+            demotions.on_use(rows[::-1], now)
+
+    def end(self, errors: Sequence[int], bytes_moved: int) -> list[BlockOutcome]:
+        """The outcome of each block by its errno, 0 for success. What a reset overtook is cancelled."""
+        control = self._control
+        counters = control.cpu_counters
+        counters.load_bytes += bytes_moved
+        outcomes = []
+        for key, error in zip(self.keys, errors, strict=True):
+            outcome = failed(error) if error else LOADED if self._resets == control.resets else CANCELLED
+            outcomes.append(outcome)
+            if outcome is not LOADED:
+                counters.count(outcome)
+                continue
+            counters.loaded += 1
+            control.counters(self._brought.get(key, 0)).hits += 1
+        control.cpu.unpin(self._rows)
+        return outcomes

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 
 from kvtier.control.flow.demotions import Demotions
 from kvtier.control.flow.engine_job import EngineJob
-from kvtier.control.flow.leased_loads import LeasedLoad
 from kvtier.control.flow.load_or_compute import LoadOrCompute
-from kvtier.control.flow.loads import CopyJob, LoadRequest
+from kvtier.control.flow.loads import CopyJob, LeasedLoad, LoadRequest
 from kvtier.control.flow.promotions import Promotions
 from kvtier.control.flow.stores import LentStore, StoreRequest
 from kvtier.control.hints.following import Hints
