@@ -41,11 +41,7 @@ class TierIndex:
 
     def find(self, keys: Sequence[OffloadKey], now: float) -> list[bool | None]:
         """The presence of each key of a request, given in prefix order; what is unknown is looked up."""
-        presences = self.presences(keys, now)
-        for key, presence in zip(keys, presences, strict=True):
-            if presence is None:
-                self.request(key, now)
-        return presences
+        return self.presences(keys, now)
 
     def presences(self, keys: Sequence[OffloadKey], now: float) -> list[bool | None]:
         """The presence of each key. Nothing is looked up."""

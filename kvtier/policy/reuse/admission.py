@@ -99,7 +99,7 @@ class Predicted(Admission):
         return False
 
     def parents(self, key: OffloadKey) -> Iterable[OffloadKey]:
-        found = self._find(key)
+        found = self._prompts.find(key)
         return (found[0].keys[at] for at in range(found[1] - 1, -1, -1)) if found else ()
 
     def on_evict(self, keys: Sequence[OffloadKey]) -> None:
@@ -122,14 +122,10 @@ class Predicted(Admission):
         return max(map(self._expected.__getitem__, self._prompts.kinds(prompt, position)))
 
     def _decides(self, key: OffloadKey, holds: Callable[[OffloadKey], bool]) -> bool:
-        found = self._find(key)
+        found = self._prompts.find(key)
         if found is None or self._child_below(*found, holds):
             return True
         return self.expected_hits(*found) >= (FOLLOWED_HITS_MIN if self._followed else HITS_MIN)
-
-    def _find(self, key: OffloadKey) -> tuple[Prompt, int] | None:
-        """The latest prompt that has this block, and where."""
-        return self._prompts.find(key)
 
     def _child_below(self, prompt: Prompt, position: int, holds: Callable[[OffloadKey], bool]) -> bool:
         if position + 1 == len(prompt.keys):
@@ -196,7 +192,7 @@ class BudgetedAdmission(Predicted):
         It and those of `parents` that the tier lacks, or those of them that there is room for, from the root on. None
         follows one that is `stuck`: it cannot be sent now.
         """
-        found = self._find(key)
+        found = self._prompts.find(key)
         self._advance()
         hits = HITS_MIN if found is None else self.expected_hits(*found)
         if found is not None and self._child_below(*found, holds):
@@ -258,7 +254,7 @@ class BudgetedAdmission(Predicted):
             self._unpromise(key)
 
     def _decides(self, key: OffloadKey, holds: Callable[[OffloadKey], bool]) -> bool:
-        found = self._find(key)
+        found = self._prompts.find(key)
         self._advance()
         if found is not None and self._child_below(*found, holds):
             return self.admit_parent(key)

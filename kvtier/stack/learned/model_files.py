@@ -85,8 +85,7 @@ def write(folder: Path, name: str, saved: bytes) -> None:
 
 
 class ModelFiles:
-    """The files of one stack's models, in one folder. The models are saved in the control plane's thread,
-    once they took in the calls that wait.
+    """The files of one stack's models, in one folder. The models are saved in the control plane's thread.
 
     With `make_folder` the folder is made when it is missing. Closing waits `close_seconds` at most, or a disk that
     hangs would keep the stack from closing its tiers.

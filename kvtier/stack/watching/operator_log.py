@@ -30,8 +30,6 @@ _LEFT_OUT = "left_out"
 class OperatorLog:
     """Writes lines to a logger, at most `LINES_MAX` of one subject in `WINDOW_SECONDS`; of the rest the next line says
     how many those were.
-
-    The thread of the control plane and that of the loop write, of different subjects.
     """
 
     def __init__(self, logger: logging.Logger, clock: Clock) -> None:
