@@ -30,7 +30,9 @@ class EngineJob:
         self.started = self.ended = now
         self.keys: list[OffloadKey] = []
         self.starts: list[int] = []
+        counts = control.group_blocks[job.kind]
         for group in self.groups:
+            counts[group.group] += len(group.keys)
             self.starts.append(len(self.keys))
             self.keys += group.keys
         self.all = range(len(self.keys))

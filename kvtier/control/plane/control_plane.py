@@ -211,13 +211,10 @@ class ControlPlane(Recipient):
         self._open.begin(job)
         if now >= self._tick_at:
             self._tick(now)
-        blocks = self.control.group_blocks[job.kind]
-        for group in job.gpu_groups:
-            blocks[group.group] += len(group.keys)
-            if job.kind is JobKind.LOAD and self.hints.is_used:
-                self.hints.on_load(group.keys)
         if job.kind is JobKind.LOAD:
             load = LoadRequest(self._promotions, job, now, self._admission.ages.next())
+            if self.hints.is_used:
+                self.hints.on_load(load.keys)
             self._open.add(load)
             reservation = None if request_id is None else self.reservations.by_request.get(request_id)
             if reservation is not None:
@@ -290,9 +287,6 @@ class ControlPlane(Recipient):
         self._open.begin(job)
         if now >= self._tick_at:
             self._tick(now)
-        blocks = self.control.group_blocks[JobKind.STORE]
-        for group in job.gpu_groups:
-            blocks[group.group] += len(group.keys)
         store = LentStore(self.demotions, self._factor, job, now, self._admission.ages.next())
         self._open.add(store)
         store.advance(now)
