@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Sequence
 
 from kvtier.control.flow.promotions import PromotionRequest, Promotions
-from kvtier.control.state import FillWaiter
 from kvtier.control.tiers.lower_tier import LowerTier
 from kvtier.control.tiers.slot_table import READY
 from kvtier.tier.contract import LookupResult
@@ -81,9 +80,7 @@ class LoadOrCompute:
         quota = self._promotions.quota(now)
         count = max(1, min(PROBE_BLOCKS, int(PROBE_SHARE * PROBE_SECONDS / lower.speed.seconds(1))))
         distinct = [key for key in list(dict.fromkeys(keys))[:count] if quota.take(lower, key)]
-        self._promotions.start(
-            [PromotionRequest(key, lower, _NO_WAITER, index) for index, key in enumerate(distinct)], now
-        )
+        self._promotions.start([PromotionRequest(key, lower, None, index) for index, key in enumerate(distinct)], now)
 
 
 def answers(results: Sequence[LookupResult], end: int) -> list[LookupResult]:
@@ -92,13 +89,3 @@ def answers(results: Sequence[LookupResult], end: int) -> list[LookupResult]:
     left = (LookupResult.RETRY, LookupResult.HIT_PENDING)
     late = [LookupResult.MISS if result in left else result for result in results[end:]]
     return [LookupResult.MISS if result is LookupResult.RETRY else result for result in results[:end]] + late
-
-
-class _NoWaiter(FillWaiter):
-    """No request waits for the fill."""
-
-    def on_fill(self, index: int, row: int | None, position: int, now: float) -> None:
-        """Nothing: the load is in the tier's speed by then."""
-
-
-_NO_WAITER = _NoWaiter()

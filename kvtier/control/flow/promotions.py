@@ -16,11 +16,11 @@ from kvtier.types.values import job_value
 
 @job_value
 class PromotionRequest:
-    """A request wants this key in a row. The lower tier has it."""
+    """A request wants this key in a row. The lower tier has it. Without a `waiter` its load is a trial of the tier."""
 
     key: OffloadKey
     lower: LowerTier
-    waiter: FillWaiter
+    waiter: FillWaiter | None
     index: int
 
 
@@ -97,9 +97,10 @@ class Promotions:
         if self.control.awaited.ages:
             self.control.awaited.on_change(keys[: len(rows)])
         by_tier: dict[int, list[int]] = {}
-        for i in range(len(rows)):
-            by_tier.setdefault(requests[i].lower.position, []).append(i)
-            self.control.wait_for_fill(rows[i], requests[i].waiter, requests[i].index)
+        for i, (row, request) in enumerate(zip(rows, requests, strict=False)):
+            by_tier.setdefault(request.lower.position, []).append(i)
+            if request.waiter is not None:
+                self.control.wait_for_fill(row, request.waiter, request.index)
         for position, members in by_tier.items():
             lower = self.control.lowers[position - 1]
             size = min(JOB_BLOCKS, lower.spec.inflight_blocks)
