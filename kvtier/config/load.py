@@ -249,7 +249,6 @@ def stack_parts(
     stack: str | os.PathLike[str] | StackConfig,
     layout: KVLayout | Namespace,
     tensors: Sequence[torch.Tensor] | None = None,
-    workers: Sequence[LoadStore] = (),
     backends: Backends | None = None,
     engine_id: str = "",
     model: str = "",
@@ -268,7 +267,7 @@ def stack_parts(
         tiers.insert(0, gpu(gpu.Options(type="gpu")))
     given = {name: getattr(config, name) for name in SETTINGS if name in StackConfig.model_fields}
     settings = StackSettings(**given, **dict(config.hints))
-    parts = StackParts(tiers, namespace, tensors, workers, engine_id, settings)
+    parts = StackParts(tiers, namespace, tensors, engine_id=engine_id, settings=settings)
     return replace(parts, record=config.record, state_dir=config.state_dir, stats_socket=config.stats_socket)
 
 

@@ -140,12 +140,11 @@ class Retention:
             home = self._find_home(key, pinned, now)
             if isinstance(home, HintRefusal):
                 return home
-            home.retain(key)
-            if block is None:
-                block = self._blocks[key] = RetainedBlock(home)
+            if block is not None:
+                self._move(key, block, home)
             else:
-                block.home.unretain((key,))
-                block.home = home
+                home.retain(key)
+                block = self._blocks[key] = RetainedBlock(home)
         block.sets += 1
         block.pins += pinned
         one.keys[key] = None
@@ -179,15 +178,15 @@ class Retention:
                 del self._blocks[key]
                 ordinary.setdefault(block.home.name, []).append(key)
             elif pinned and not block.pins:
-                self._move_down(key, block)
+                self._move_down(key, block, self._control.owned_tiers[1:])
         self._claims -= len(keys)
         for tier in self._control.owned_tiers:
             if tier.name in ordinary:
                 tier.unretain(ordinary[tier.name])
 
-    def _move_down(self, key: OffloadKey, block: RetainedBlock) -> None:
-        """A block of the CPU tier that is not pinned is retained below, if a lower tier has it and has room."""
-        for tier in self._control.owned_tiers[1:]:
+    def _move_down(self, key: OffloadKey, block: RetainedBlock, tiers: Sequence[OwnedTier]) -> None:
+        """A block of the CPU tier that is not pinned is retained in the first of these that has it and has room."""
+        for tier in tiers:
             if tier.ready(key) is not None and tier.retained.fits(key):
                 self._move(key, block, tier)
                 return
@@ -201,10 +200,8 @@ class Retention:
         """A lower tier has these blocks now: those that the CPU tier retains, and does not pin, are retained there."""
         for key in keys:
             block = self._blocks.get(key)
-            if block is None or block.pins or block.home is not self._control.cpu:
-                continue
-            if tier.ready(key) is not None and tier.retained.fits(key):
-                self._move(key, block, tier)
+            if block is not None and not block.pins and block.home is self._control.cpu:
+                self._move_down(key, block, (tier,))
 
     def hold_back(self) -> None:
         """No lower tier is used any more: what they retained is retained in the CPU tier if it is there, or lost."""
