@@ -42,7 +42,7 @@ from kvtier.types.jobs import (
 )
 from kvtier.types.keys import CPU
 from kvtier.types.values import job_value
-from kvtier_cpu.region.opening import RegionHost, open_region
+from kvtier_cpu.region.opening import RegionHost, attach_region, open_kept, open_region
 from kvtier_cpu.region.populate import HUGE_BYTES, private_works
 from kvtier_cpu.region.shared_region import Populated, RegionSpec, SharedRegion, Sharing, intact_rows, seal_rows
 
@@ -204,15 +204,11 @@ class CPUBackend(LoadStore):
     @classmethod
     def attach(cls, context: TierContext, num_rows: int, rows_fd: int, control_fd: int) -> Rows:
         """Map a region by descriptors that its owner passed on. Raises RegionError."""
-        from kvtier_cpu.region.attaching import attach_region  # most stacks have memory of their own
-
         spec = RegionSpec(context.geometry, num_rows, context.namespace.digest(), populate=False)
         return attach_region(spec, rows_fd, control_fd)
 
     def keep(self, rows_fd: int, control_fd: int) -> None:
         """Have `open` take the region of a former process, if it is of these rows and blocks; else it closes these."""
-        from kvtier_cpu.region.kept_rows import open_kept
-
         self._open_region = partial(open_kept, (rows_fd, control_fd))
 
     def use_geometry(self, geometry: Geometry) -> None:

@@ -168,8 +168,8 @@ def test_an_engine_lives_at_a_recorded_stack_process_as_then(protocols, more, tm
         ("kvtier.service.open_lookups.IN_ROW", wire.PENDING),
         ("kvtier.service.weights.UNCHANGED", wire.CHANGED),
         ("kvtier.service.wire.Places.of", lambda rows, generations: wire.Places(b"", b"")),
-        ("kvtier_cpu.region.control_area.VERSION", 99),
-        ("kvtier_cpu.region.control_area.HEADER_BYTES", 8192),
+        ("kvtier_cpu.region.shared_region.VERSION", 99),
+        ("kvtier_cpu.region.shared_region.HEADER_BYTES", 8192),
     ],
 )
 def test_a_stack_process_that_means_something_else_differs(place, value, tmp_path, monkeypatch):
@@ -184,7 +184,7 @@ def test_a_stack_process_that_means_something_else_differs(place, value, tmp_pat
     [
         ("kvtier.service.wire.Places.of", lambda rows, generations: wire.Places(b"", b"")),
         ("kvtier.client.core.LENT_MIN", 32),
-        ("kvtier_cpu.region.control_area.VERSION", 99),
+        ("kvtier_cpu.region.shared_region.VERSION", 99),
     ],
 )
 def test_an_engine_that_means_something_else_differs(place, value, tmp_path, monkeypatch):

@@ -1,19 +1,21 @@
 """Opening a shared region: create its memory, or map memory that another process has handed over."""
 
 import fcntl
+import logging
 import mmap
 import os
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvtier.errors import RegionError, SharedMemoryError
 from kvtier.tier.memory_limits import MemoryLimits, SystemLimits, require
-from kvtier_cpu.region.populate import keep_from_core_dumps, keep_from_forks, make_resident, reserve
+from kvtier_cpu.region.populate import keep_from_core_dumps, keep_from_forks, make_resident, map_populated, reserve
 from kvtier_cpu.region.shared_region import Pages, RegionSpec, SharedRegion, Sharing
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,72 +32,98 @@ def open_region(spec: RegionSpec, host: RegionHost | None = None) -> SharedRegio
     Raises SharedMemoryError before any touch if memory does not suffice, RegionError for a system that cannot make it,
     or once it is given up; nothing is left behind then.
     """
-    opening = Opening(spec, host or RegionHost())
-    limits = opening.host.limits
+    host = host or RegionHost()
     rows_bytes = 0 if spec.reserved else spec.size_bytes  # those were set aside before
-    require(limits, rows_bytes)  # first: numpy describes no control area of more than 2**31 rows
-    require(limits, rows_bytes + spec.shape.size_bytes)
-    return opening.create_private() if spec.sharing is Sharing.PRIVATE else opening.create_memfd()
+    require(host.limits, rows_bytes + spec.control_bytes)
+    if spec.sharing is Sharing.PRIVATE:
+        return _build(spec, host, -1, -1)
+    with ExitStack() as undo:  # closing the descriptors gives everything back
+        rows_fd = _sealed_memfd("kvtier-rows", spec.size_bytes, undo, spec.reserved)
+        if spec.reserved:
+            reserve(rows_fd, os.fstat(rows_fd).st_size, spec, host.stop)
+        control_fd = _sealed_memfd("kvtier-control", spec.control_bytes, undo)
+        reserve(control_fd, spec.control_bytes, spec, host.stop)
+        region = _build(spec, host, rows_fd, control_fd)
+        region.memfds = rows_fd, control_fd
+        region.at_close = undo.pop_all()
+    return region
 
 
-class Opening:
-    """The opening of a region: what is asked for, and where."""
+def attach_region(spec: RegionSpec, rows_fd: int, control_fd: int) -> SharedRegion:
+    """Map a memfd region whose descriptors were inherited or passed on. The caller keeps the descriptors.
 
-    def __init__(self, spec: RegionSpec, host: RegionHost) -> None:
-        self.spec = spec
-        self.host = host
+    Descriptors that are open for reading alone make rows that cannot be written, and a control area whose changes stay
+    in this process.
 
-    def create_private(self) -> SharedRegion:
-        """A region in memory of this process alone. Raises RegionError where the kernel cannot keep it from a fork."""
-        return self._build(-1, -1)
+    Raises RegionError unless they are a ready region of exactly this geometry, sealed against ever shrinking.
+    """
+    from kvtier_cpu.region.huge_pages import file_bytes  # most stacks have private memory
 
-    def create_memfd(self) -> SharedRegion:
-        """A memfd region. Whatever goes wrong, closing the descriptors gives everything back."""
-        with ExitStack() as undo:
-            rows_fd = _sealed_memfd("kvtier-rows", self.spec.size_bytes, undo, self.spec.reserved)
-            if self.spec.reserved:
-                reserve(rows_fd, os.fstat(rows_fd).st_size, self.spec, self.host.stop)
-            control_fd = _sealed_memfd("kvtier-control", self.spec.shape.size_bytes, undo)
-            reserve(control_fd, self.spec.shape.size_bytes, self.spec, self.host.stop)
-            region = self._build(rows_fd, control_fd)
-            region.memfds = rows_fd, control_fd
-            region.at_close = undo.pop_all()
-        return region
+    for fd, size_bytes in ((rows_fd, file_bytes(rows_fd, spec.size_bytes)), (control_fd, spec.control_bytes)):
+        if not _is_sealed(fd) or os.fstat(fd).st_size != size_bytes:
+            raise RegionError("the descriptors are not those of a shared region of this size")
+    writable = fcntl.fcntl(rows_fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
+    spec = replace(spec, writable=writable)
+    region = SharedRegion(spec, *_maps(spec, rows_fd, control_fd))
+    with _closed_on_error(region):
+        region.check_identity()
+    return region
 
-    def _build(self, rows_fd: int, control_fd: int) -> SharedRegion:
-        """Map a fresh region, make it resident, and declare it ready."""
-        region = SharedRegion(self.spec, *self.maps(rows_fd, control_fd))
-        with _closed_on_error(region):
-            region.populated = make_resident(rows_fd, region.maps[0], self.spec, self.host.stop)
-            region.write_identity(self.spec.digest)
-        return region
 
-    def enter(self, maps: tuple[Pages, mmap.mmap]) -> SharedRegion:
-        """A region over memory that another process has made ready. Raises RegionError unless it is that of `spec`."""
-        region = SharedRegion(self.spec, *maps)
-        with _closed_on_error(region):
-            region.check_identity(self.spec.digest)
-        return region
+def open_kept(kept: tuple[int, int], spec: RegionSpec, host: RegionHost) -> SharedRegion:
+    """The region that a former process has left behind its descriptors of rows and control area, with its bytes as they
+    are; a fresh one if that is not of these rows and blocks. Blocks. Raises as `open_region`."""
+    try:
+        region = attach_region(spec, *kept)
+    except RegionError as error:
+        _log.warning("rows of the process before are not used: %s", error)
+        for fd in kept:
+            os.close(fd)
+        return open_region(spec, host)
+    region.memfds = kept
+    for fd in kept:
+        region.at_close.callback(os.close, fd)
+    region.populated = map_populated(region.maps[0])
+    return region
 
-    def maps(self, rows_fd: int, control_fd: int) -> tuple[Pages, mmap.mmap]:
-        """The mappings of rows and control area; descriptors of -1 stand for private memory."""
-        rows, control = maps = self._map_rows(rows_fd), _map(control_fd, self.spec.shape.size_bytes, self.spec.writable)
-        if not self.spec.dump_rows:
-            keep_from_core_dumps(rows)
-        if rows_fd < 0:
-            keep_from_forks(rows)
-            keep_from_forks(control)
-        return maps
 
-    def _map_rows(self, fd: int) -> Pages:
-        if fd < 0:
-            return _map(fd, self.spec.size_bytes)
-        from kvtier_cpu.region.huge_pages import map_aligned  # most stacks have private memory
+def _is_sealed(fd: int) -> bool:
+    try:
+        return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS == SEALS
+    except OSError:
+        return False
 
-        try:
-            return map_aligned(fd, self.spec.size_bytes, self.spec.writable)
-        except OSError as error:
-            raise no_address_space(self.spec.size_bytes, error) from error
+
+def _build(spec: RegionSpec, host: RegionHost, rows_fd: int, control_fd: int) -> SharedRegion:
+    """Map a fresh region, make it resident, and declare it ready. Raises RegionError where the kernel cannot keep
+    private memory from a fork."""
+    region = SharedRegion(spec, *_maps(spec, rows_fd, control_fd))
+    with _closed_on_error(region):
+        region.populated = make_resident(rows_fd, region.maps[0], spec, host.stop)
+        region.write_identity()
+    return region
+
+
+def _maps(spec: RegionSpec, rows_fd: int, control_fd: int) -> tuple[Pages, mmap.mmap]:
+    """The mappings of rows and control area; descriptors of -1 stand for private memory."""
+    rows, control = maps = _map_rows(spec, rows_fd), _map(control_fd, spec.control_bytes, spec.writable)
+    if not spec.dump_rows:
+        keep_from_core_dumps(rows)
+    if rows_fd < 0:
+        keep_from_forks(rows)
+        keep_from_forks(control)
+    return maps
+
+
+def _map_rows(spec: RegionSpec, fd: int) -> Pages:
+    if fd < 0:
+        return _map(fd, spec.size_bytes)
+    from kvtier_cpu.region.huge_pages import map_aligned  # most stacks have private memory
+
+    try:
+        return map_aligned(fd, spec.size_bytes, spec.writable)
+    except OSError as error:
+        raise no_address_space(spec.size_bytes, error) from error
 
 
 def _sealed_memfd(label: str, size_bytes: int, undo: ExitStack, reserved: bool = False) -> int:

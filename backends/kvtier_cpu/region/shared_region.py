@@ -1,4 +1,10 @@
-"""The shared region: page-aligned rows that a stack, its workers and every lower tier address in place."""
+"""The shared region: page-aligned rows that a stack, its workers and every lower tier address in place.
+
+Beside the rows is the control area, a small mapping of native 64-bit words, laid out as::
+
+    header       one page: identity of the region, written once; `ready` is written last
+    checksums    (rows, 16) u8, written by the owner of the region
+"""
 
 from __future__ import annotations
 
@@ -12,11 +18,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.errors import GeometryError, UsageError
-from kvtier.tier.checksum import SHORT_BYTES, checksum
+from kvtier.errors import GeometryError, RegionError, UsageError
+from kvtier.tier.checksum import CHECKSUM_BYTES, SHORT_BYTES, checksum
 from kvtier.types.arrays import IntArray
-from kvtier.types.geometry import Geometry
-from kvtier_cpu.region.control_area import ControlArea, ControlShape
+from kvtier.types.checks import outside
+from kvtier.types.geometry import Geometry, round_up
+
+MAGIC = b"kvtierR"
+VERSION = 4
+HEADER_BYTES = mmap.PAGESIZE
+_WORDS = ("version", "control_bytes", "num_rows", "row_bytes", "world_size", "copies")
+HEADER = np.dtype([("magic", "S8"), *[(word, "u8") for word in _WORDS], ("digest", "u1", (32,)), ("ready", "u8")])
 
 Pages = mmap.mmap | Any
 """A mapping: a buffer with a length."""
@@ -79,10 +91,16 @@ class RegionSpec:
         return "anonymous memory"
 
     @property
-    def shape(self) -> ControlShape:
-        """The sizes of the control area."""
+    def control_bytes(self) -> int:
+        """Bytes of the control area, whole pages."""
+        return round_up(HEADER_BYTES + self.num_rows * CHECKSUM_BYTES, mmap.PAGESIZE)
+
+    @property
+    def identity(self) -> dict[str, bytes | int]:
+        """The words of the header that two processes must agree about, beside the digest."""
         geometry = self.geometry
-        return ControlShape(self.num_rows, geometry.row_bytes, geometry.world_size, geometry.num_copies)
+        sizes = (self.control_bytes, self.num_rows, geometry.row_bytes, geometry.world_size, geometry.num_copies)
+        return {"magic": MAGIC} | dict(zip(_WORDS, (VERSION, *sizes), strict=True))
 
     @property
     def digest(self) -> bytes:
@@ -92,12 +110,13 @@ class RegionSpec:
         return hashlib.sha256(text.encode()).digest()
 
 
-class SharedRegion(ControlArea):
+class SharedRegion:
     """The rows in shared memory, and the control area beside them.
 
     Implements `kvtier.tier.contract.Rows`. Made by `open_region` or `attach_region`. After `close` every call
     raises UsageError. Memory that a caller still has a view of stays mapped until the last view is gone: closing under
     I/O is not a crash, and the system gets the memory only when nothing in this process can write into it any more.
+    Rows out of range raise UsageError; nothing is written then.
 
     `view` is all rows, writable, without a copy: shape (num_rows, row_bytes), uint8; base and rows are page-aligned.
     `spec` is what the region was opened with, `geometry` has the length of a block of each group, `populated` how the
@@ -105,7 +124,9 @@ class SharedRegion(ControlArea):
     """
 
     def __init__(self, spec: RegionSpec, rows: Pages, control: mmap.mmap) -> None:
-        super().__init__(np.frombuffer(control, dtype=np.uint8), spec.shape)
+        area = np.frombuffer(control, dtype=np.uint8)
+        self._header: Any = area[: HEADER.itemsize].view(HEADER)
+        self._checksums: memoryview = area[HEADER_BYTES : HEADER_BYTES + spec.num_rows * CHECKSUM_BYTES].data
         self.spec, self.geometry = spec, spec.geometry
         self.num_rows, self.row_bytes = spec.num_rows, spec.geometry.row_bytes
         flat = np.frombuffer(rows, dtype=np.uint8, count=spec.size_bytes)  # the last huge page may be longer
@@ -122,16 +143,58 @@ class SharedRegion(ControlArea):
             """Only what there is not, or what `close` has taken away, is looked up here."""
             raise AttributeError(name) if "view" in vars(self) else UsageError("the shared region is closed")
 
+    def write_identity(self) -> None:
+        """Record what this region is, and as the very last word that it may be used."""
+        for name, value in self.spec.identity.items():
+            self._header[name] = value
+        self._header["digest"] = np.frombuffer(self.spec.digest, dtype=np.uint8)
+        self._header["ready"] = 1
+
+    def check_identity(self) -> None:
+        """Compare the identity of the region with what this process was built for.
+
+        Raises RegionError naming the first difference.
+        """
+        header = self._header[0]
+        for name, value in self.spec.identity.items():
+            if header[name] != value:
+                raise RegionError(f"the region's {name} is {header[name]!s}, this process needs {value!s}")
+        if bytes(header["digest"]) != self.spec.digest:
+            raise RegionError("the region was laid out for another model, geometry or parallel layout")
+        if header["ready"] != 1:
+            raise RegionError("the region is not ready")
+
+    def checksum(self, row: int) -> bytes:
+        """The 16-byte checksum that travels with the row."""
+        if not 0 <= row < self.num_rows:
+            raise self._no_row(row)
+        start = row * CHECKSUM_BYTES
+        return bytes(self._checksums[start : start + CHECKSUM_BYTES])
+
+    def set_checksum(self, row: int, digest: bytes) -> None:
+        """Record a row's checksum. Raises UsageError unless it has 16 bytes."""
+        if len(digest) != CHECKSUM_BYTES:
+            raise UsageError(f"a row's checksum has {CHECKSUM_BYTES} bytes, got {len(digest)}")
+        if not 0 <= row < self.num_rows:
+            raise self._no_row(row)
+        start = row * CHECKSUM_BYTES
+        self._checksums[start : start + CHECKSUM_BYTES] = digest
+
+    def _no_row(self, row: int) -> UsageError:
+        return UsageError(f"there is no row {row} among {self.num_rows}")
+
     def row(self, row: int) -> memoryview:
         """A row as a writable buffer for I/O, `row_bytes` long."""
-        if not 0 <= row < self._num_rows:
+        if not 0 <= row < self.num_rows:
             raise self._no_row(row)
         return memoryview(self.view[row])
 
     def blocks(self, rows: IntArray, nbytes: int) -> list[memoryview]:
         """The first `nbytes` of each of these rows, as writable buffers."""
+        if (wrong := outside(rows, self.num_rows)) is not None:
+            raise self._no_row(wrong)
         memory = self.view.reshape(-1).data
-        return [memory[start : start + nbytes] for start in (self._rows(rows) * self.row_bytes).tolist()]
+        return [memory[start : start + nbytes] for start in (rows * self.row_bytes).tolist()]
 
     @property
     def descriptors(self) -> tuple[int, int]:

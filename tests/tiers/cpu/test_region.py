@@ -21,9 +21,8 @@ from kvtier.types.geometry import Geometry, GroupLayout, KVLayout, TensorRef
 from kvtier.types.namespace import Namespace
 from kvtier_cpu import CPUBackend, CPUOptions, RegionSpec, Sharing, open_region
 from kvtier_cpu.region import populate
-from kvtier_cpu.region.attaching import attach_region
-from kvtier_cpu.region.control_area import HEADER
-from kvtier_cpu.region.opening import RegionHost
+from kvtier_cpu.region.opening import RegionHost, attach_region
+from kvtier_cpu.region.shared_region import HEADER
 
 
 def anonymous(**more: object) -> RegionSpec:
@@ -226,7 +225,7 @@ def test_opening_can_be_given_up() -> None:
 def test_descriptors_that_could_shrink_under_us_are_refused() -> None:
     spec = anonymous()
     loose = [os.memfd_create("loose", os.MFD_ALLOW_SEALING) for _ in range(2)]
-    for fd, size in zip(loose, (spec.size_bytes, spec.shape.size_bytes), strict=True):
+    for fd, size in zip(loose, (spec.size_bytes, spec.control_bytes), strict=True):
         os.ftruncate(fd, size)
     with pytest.raises(RegionError):
         attach_region(spec, *loose)

@@ -18,8 +18,7 @@ from kvtier.tier.memory_limits import Reading, SystemLimits, require
 from kvtier_cpu import RegionSpec, Sharing, open_region
 from kvtier_cpu.region import opening
 from kvtier_cpu.region import populate as populate_module
-from kvtier_cpu.region.attaching import attach_region
-from kvtier_cpu.region.opening import RegionHost
+from kvtier_cpu.region.opening import RegionHost, attach_region
 from kvtier_cpu.region.populate import make_resident
 from kvtier_cpu.region.shared_region import Populated
 
