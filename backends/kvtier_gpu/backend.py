@@ -36,9 +36,8 @@ from kvtier.types.jobs import (
 )
 from kvtier.types.keys import GPU, Medium
 from kvtier_gpu.copy_plan import CopyPlan, GroupTable, RegionShape, group_tables, plan_job
-from kvtier_gpu.engines import native_copy
 from kvtier_gpu.engines.contract import CopyEngine, CopyFailure, Direction
-from kvtier_gpu.engines.host_memory import HostMemoryEngine
+from kvtier_gpu.engines.host_memory import HostMemoryEngine, load_compiled
 from kvtier_gpu.kv_tensors import KVTensor, describe_tensors
 
 if TYPE_CHECKING:
@@ -147,10 +146,8 @@ class GPUBackend(LoadStore):
         device = tensors[0].tensor.device
         options = self.options
         if device.type == "cpu" and self._cuda is None:
-            compiled = native_copy.load()
-            return HostMemoryEngine(
-                region, tensors, options.copy_threads, compiled=compiled, urgent_lane=options.urgent_lane
-            )
+            compiled, urgent = load_compiled(), options.urgent_lane
+            return HostMemoryEngine(region, tensors, options.copy_threads, compiled=compiled, urgent_lane=urgent)
         from kvtier_gpu.engines.cuda import CudaEngine
         from kvtier_gpu.engines.device import TorchDevice
         from kvtier_gpu.engines.pinned_region import RowSlices

@@ -17,7 +17,7 @@ from benchmarks.stack_process import AIMS, BUSY
 from faults.machine import warm
 from faults.remote.objects import without_ceph
 from faults.remote.pool import without_mooncake
-from kvtier_gpu.engines import native_copy
+from kvtier_gpu.engines.host_memory import load_compiled
 
 ROOT = PROJECT
 SOURCES = {path.stem: path.read_text() for path in sorted((ROOT / "benchmarks").glob("*.py"))}
@@ -111,7 +111,7 @@ def test_the_path_benchmark_counts_every_trip_of_a_block_and_of_a_batch(record: 
     for name, row in one.items():
         assert 0 < row["files_min"] <= row["calls_min"] <= row["calls"] <= row["calls_max"]
         assert batch[name]["calls"] < 8 * row["calls"]
-        by_itself = name.startswith("lookup") or (name == "load from a row" and native_copy.load() is not None)
+        by_itself = name.startswith("lookup") or (name == "load from a row" and load_compiled() is not None)
         assert (row["hand_overs_max"] == 0) == by_itself
     assert one["load from disk"]["calls"] > one["load from a row"]["calls"]
     for rows in (one, batch):
@@ -122,7 +122,7 @@ def test_the_path_benchmark_counts_every_trip_of_a_block_and_of_a_batch(record: 
 def test_the_way_of_a_block_does_not_become_longer(trip: str, record: Callable[[str], Record]) -> None:
     """What adds calls to it saves as many elsewhere. Up to six more are counted where time passes between two steps."""
     (row,) = (row for row in record("path")["results"] if (row["blocks"], row["what"]) == (1, trip))
-    copies = 0 if trip.startswith("lookup") or native_copy.load() else CALLS_OF_PYTHON_COPY
+    copies = 0 if trip.startswith("lookup") or load_compiled() else CALLS_OF_PYTHON_COPY
     assert row["calls_min"] <= CALLS_MAX[trip] + copies
     assert row["files_min"] <= FILES_MAX
 

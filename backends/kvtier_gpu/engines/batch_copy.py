@@ -12,8 +12,7 @@ from enum import IntEnum
 
 from kvtier.types.arrays import IntArray, int_array
 from kvtier_gpu.copy_plan import Extents
-from kvtier_gpu.engines.contract import Bytes, Direction, sides
-from kvtier_gpu.engines.many_copies import ManyCopies
+from kvtier_gpu.engines.contract import Bytes, Direction, ManyCopies, sides
 
 DESCRIPTORS_MAX = 4096
 """Copies in one call. AMD's counterpart faults above 8192, and a driver of CUDA 13.0 with 51,828 of them."""

@@ -10,9 +10,8 @@ import torch
 from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.types.arrays import int_array
 from kvtier_gpu.copy_plan import Extents
-from kvtier_gpu.engines.contract import Direction
+from kvtier_gpu.engines.contract import Direction, ManyCopies
 from kvtier_gpu.engines.device import CudaDevice
-from kvtier_gpu.engines.many_copies import ManyCopies
 from kvtier_gpu.engines.pinned_region import PinnedRegion, RowSlices
 
 CHECK_SECONDS = 10.0

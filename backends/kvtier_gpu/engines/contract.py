@@ -1,4 +1,5 @@
-"""The contract of a copy engine: it takes plans and calls back once when the last byte of a plan has landed."""
+"""The contract of a copy engine, which calls back once when the last byte of a plan has landed, and of a way to make
+many copies by one call: the driver's call, and the kernel."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -90,3 +92,21 @@ class CopyEngine(ABC):
     @abstractmethod
     def stop(self, timeout_seconds: float) -> bool:
         """Finish what was submitted and release every buffer; blocks like `start`. False: still copying."""
+
+
+class ManyCopies(ABC):
+    """Many copies between a device and pinned rows by one call, from any thread.
+
+    `name` is for people. `last_error`: the driver's answer to the last call that it refused, 0 if it has refused none.
+    """
+
+    name: ClassVar[str]
+    last_error: int = 0
+
+    @abstractmethod
+    def issue(self, found: Extents, region: Bytes, direction: Direction, stream: int) -> list[IntArray]:
+        """Issue copies to a stream, which must not be the legacy default stream. `found.gpu` are addresses.
+
+        The order of the copies is not defined, so none may depend on another. Returns the places in the region of each
+        call that the driver refused. Some of those copies may be on their way all the same.
+        """

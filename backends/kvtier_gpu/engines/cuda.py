@@ -18,15 +18,13 @@ from kvtier.errors import ResourceError
 from kvtier_gpu.copy_plan import CopyPlan
 from kvtier_gpu.engines.batch_copy import BatchCopy
 from kvtier_gpu.engines.check_copies import find_refusal
-from kvtier_gpu.engines.contract import CopyEngine, CopyFailure, Direction, Done, join_failures
+from kvtier_gpu.engines.contract import CopyEngine, CopyFailure, Direction, Done, ManyCopies, join_failures
 from kvtier_gpu.engines.device import CudaDevice, DeviceEvent, DeviceStream
 from kvtier_gpu.engines.kernel_copy import KernelCopy
-from kvtier_gpu.engines.many_copies import ManyCopies
 from kvtier_gpu.engines.pinned_region import PinnedRegion
 from kvtier_gpu.engines.plan_copier import (
     STAGING_BYTES,
     URGENT_STAGING_BYTES,
-    CopyLane,
     CopyPath,
     CopySides,
     PlanCopier,
@@ -120,8 +118,7 @@ class _CopyStream:
         self._stream: DeviceStream = self._device.new_stream(urgent)
         with self._device.entered(self._stream):
             staging = URGENT_STAGING_BYTES if urgent else STAGING_BYTES
-            lane = CopyLane(sides, self._stream, self._direction)
-            self._copier: PlanCopier | None = PlanCopier(lane, paths, staging)
+            self._copier: PlanCopier | None = PlanCopier(sides, self._stream, self._direction, paths, staging)
 
     def start(self) -> None:
         for thread in self._threads:

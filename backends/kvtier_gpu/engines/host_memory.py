@@ -16,15 +16,17 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import cache, partial
+from pathlib import Path
 from queue import SimpleQueue
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import UsageError
+from kvtier.types.arrays import IntArray
 from kvtier_gpu.copy_plan import CopyPlan, Extents, GatherBatch, GroupPages, batches, extents, rows_of, split
 from kvtier_gpu.engines.contract import Bytes, CopyEngine, CopyFailure, Direction, Done, join_failures, sides
-from kvtier_gpu.engines.native_copy import CopyScattered
 from kvtier_gpu.kv_tensors import KVTensor
 
 CALL_BYTES = 48 << 10
@@ -47,6 +49,34 @@ PART_BYTES_MAX = 8 << 20
 OWN_BYTES_MAX = 256 << 10
 """Plans up to here are copied in the thread that asks for them: some 50 us at most, without the GIL. Two turns of
 threads cost more, and beside a thread that is busy in Python each takes up to a switch interval."""
+
+
+CopyScattered = Callable[[IntArray, IntArray, IntArray], None]
+"""Copy `lengths[i]` bytes to address `to[i]` from address `from[i]`, all in one call without the GIL."""
+
+LIBRARY = Path(__file__).with_name("native_copy.native.so")  # a name that no import machinery takes for a module
+
+
+_int64 = partial(np.ascontiguousarray, dtype=np.int64)
+
+
+@cache
+def load_compiled() -> CopyScattered | None:
+    """The compiled loop; None where there was no compiler when kvtier was installed."""
+    try:
+        function = ctypes.CDLL(str(LIBRARY)).kvtier_copy_scattered
+    except (OSError, AttributeError):
+        return None
+    function.argtypes = (ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+    function.restype = None
+
+    def copy(to: IntArray, source: IntArray, lengths: IntArray) -> None:
+        if not len(to) == len(source) == len(lengths):
+            raise ValueError(f"{len(to)} targets, {len(source)} sources, {len(lengths)} lengths")
+        to, source, lengths = map(_int64, (to, source, lengths))
+        function(len(to), to.ctypes.data, source.ctypes.data, lengths.ctypes.data)
+
+    return copy
 
 
 def _window(low: int, end: int) -> Bytes:
@@ -86,7 +116,7 @@ class _Countdown:
 class HostMemoryEngine(CopyEngine):
     """Copies between KV tensors in host memory and the region, on `threads` daemon threads.
 
-    `compiled` is `native_copy.load()`; None selects the ways that Python has. With `urgent_lane` urgent copies have a
+    `compiled` is `load_compiled()`; None selects the ways that Python has. With `urgent_lane` urgent copies have a
     thread of their own.
     """
 

@@ -17,8 +17,7 @@ import numpy as np
 
 from kvtier.types.arrays import IntArray
 from kvtier_gpu.copy_plan import Extents
-from kvtier_gpu.engines.contract import Bytes, Direction, sides
-from kvtier_gpu.engines.many_copies import ManyCopies
+from kvtier_gpu.engines.contract import Bytes, Direction, ManyCopies, sides
 
 PIECES_MAX = 1600
 """Pieces of a launch. The arguments of a kernel have at most 32,764 bytes."""

@@ -18,9 +18,8 @@ import torch
 from kvtier.types.arrays import IntArray, distinct
 from kvtier.types.geometry import Geometry
 from kvtier_gpu.copy_plan import CopyPlan, Extents, GroupPages, GroupTable, extents, merge, rows_of, split
-from kvtier_gpu.engines.contract import Bytes, CopyFailure, Direction
+from kvtier_gpu.engines.contract import Bytes, CopyFailure, Direction, ManyCopies
 from kvtier_gpu.engines.device import CudaDevice, DeviceStream
-from kvtier_gpu.engines.many_copies import ManyCopies
 from kvtier_gpu.engines.pinned_region import RowSlices
 from kvtier_gpu.kv_tensors import KVTensor
 
@@ -112,26 +111,6 @@ class CopySides:
     many: Mapping[CopyPath, ManyCopies]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class CopyLane:
-    """A stream and a direction. The calling thread has entered the stream, which is not the legacy default stream."""
-
-    sides: CopySides
-    stream: DeviceStream
-    direction: Direction
-
-    def enqueue(self, operation: Callable[[], None]) -> None:
-        """Issue torch operations. Raises what the device refuses."""
-        self.sides.device.enqueue(self.stream, operation)
-
-    def call(self, found: Extents, path: CopyPath) -> list[IntArray]:
-        """Issue copies by one of the calls for many. `found.gpu` are addresses. Returns the rows of each that was
-        refused."""
-        sides = self.sides
-        refused = sides.many[path].issue(found, sides.region, self.direction, self.stream.cuda_stream)
-        return [distinct(places // sides.rows.row_bytes) for places in refused]
-
-
 def gather(group: GroupTensors, ids: torch.Tensor, staging: torch.Tensor) -> None:
     """Bring pages into staging, one after another."""
     on_device = ids.to(staging.device, non_blocking=True)
@@ -180,27 +159,48 @@ URGENT_STAGING_BYTES = 4 << 20
 
 
 class PlanCopier:
-    """Issues copies to one lane. `paths[g]` is the path of group g; those that gather share about so much staging, flat
-    uint8 on the device. Everything is issued to one stream, so the staging is used again without a wait in between.
+    """Issues copies in one direction to one stream, which the calling thread has entered and which is not the legacy
+    default stream. `paths[g]` is the path of group g; those that gather share about so much staging, flat uint8 on the
+    device. Everything is issued to one stream, so the staging is used again without a wait in between.
 
     What the driver refuses of many copies is copied once more, an operation of torch for each piece: a driver that
     refuses costs time and no blocks.
     """
 
-    def __init__(self, lane: CopyLane, paths: Sequence[CopyPath], staging_bytes: int) -> None:
-        self._lane = lane
+    def __init__(
+        self,
+        sides: CopySides,
+        stream: DeviceStream,
+        direction: Direction,
+        paths: Sequence[CopyPath],
+        staging_bytes: int,
+    ) -> None:
+        self._sides = sides
+        self._stream = stream
+        self._direction = direction
         self._paths = tuple(paths)
-        self._region = torch.from_numpy(lane.sides.region)
-        gathered = [lane.sides.groups[group] for group, path in enumerate(paths) if path is CopyPath.GATHER]
+        self._region = torch.from_numpy(sides.region)
+        gathered = [sides.groups[group] for group, path in enumerate(paths) if path is CopyPath.GATHER]
         pages = [group.table.page_bytes for group in gathered]
         self._staging_bytes = -(-max(staging_bytes, *pages) // 8) * 8 if pages else 0
-        self._staging = lane.sides.device.empty(self._staging_bytes)
+        self._staging = sides.device.empty(self._staging_bytes)
 
     @property
     def driver_error(self) -> tuple[str, int] | None:
         """The last refusal of the driver, of any lane: (of what, its answer); None if there was none."""
-        refused = [one for one in self._lane.sides.many.values() if one.last_error]
+        refused = [one for one in self._sides.many.values() if one.last_error]
         return (refused[0].name, refused[0].last_error) if refused else None
+
+    def _enqueue(self, operation: Callable[[], None]) -> None:
+        """Issue torch operations. Raises what the device refuses."""
+        self._sides.device.enqueue(self._stream, operation)
+
+    def _call(self, found: Extents, path: CopyPath) -> list[IntArray]:
+        """Issue copies by one of the calls for many. `found.gpu` are addresses. Returns the rows of each that was
+        refused."""
+        sides = self._sides
+        refused = sides.many[path].issue(found, sides.region, self._direction, self._stream.cuda_stream)
+        return [distinct(places // sides.rows.row_bytes) for places in refused]
 
     def issue(self, plan: CopyPlan) -> list[CopyFailure]:
         """Issue every copy of a plan, what can be issued of it. Returns why some were not, with their rows."""
@@ -225,10 +225,10 @@ class PlanCopier:
 
         Returns the pages of each call that the driver refused.
         """
-        row_bytes = self._lane.sides.rows.row_bytes
+        row_bytes = self._sides.rows.row_bytes
         found = [extents(pages, row_bytes) for pages in groups]
         columns = zip(*((one.gpu, one.region, one.lengths) for one in found), strict=True)
-        refused = self._lane.call(Extents(*map(np.concatenate, columns)), path)
+        refused = self._call(Extents(*map(np.concatenate, columns)), path)
         return [tuple([pages.in_rows(rows, row_bytes) for pages in groups]) for rows in refused]
 
     def _issue_pages(self, pages: GroupPages) -> None:
@@ -239,26 +239,25 @@ class PlanCopier:
 
     def _issue_gathered(self, pages: GroupPages) -> None:
         """Issue the copies of some pages of a group, which fit in the staging. Raises what the device refuses."""
-        group = self._lane.sides.groups[pages.table.group]
+        group = self._sides.groups[pages.table.group]
         ids = torch.from_numpy(np.ascontiguousarray(pages.gpu_blocks))
-        if self._lane.direction is Direction.TO_ROWS:
-            self._lane.enqueue(partial(gather, group, ids, self._staging))
+        if self._direction is Direction.TO_ROWS:
+            self._enqueue(partial(gather, group, ids, self._staging))
             self._issue_staged(pages)
         else:
             self._issue_staged(pages)
-            self._lane.enqueue(partial(scatter, group, ids, self._staging))
+            self._enqueue(partial(scatter, group, ids, self._staging))
 
     def _issue_staged(self, pages: GroupPages) -> None:
         """Issue the copies between staging and the region; pages that follow each other in a row are one piece."""
-        lane, page_bytes, starts = self._lane, pages.table.page_bytes, pages.row_offsets
+        page_bytes, starts = pages.table.page_bytes, pages.row_offsets
         staged = np.arange(len(starts), dtype=np.int64) * page_bytes
         lengths = np.full(len(starts), page_bytes, dtype=np.int64)
-        pieces = merge(Extents(staged, starts, lengths), lane.sides.rows.row_bytes)
+        pieces = merge(Extents(staged, starts, lengths), self._sides.rows.row_bytes)
         addresses = replace(pieces, gpu=pieces.gpu + self._staging.data_ptr())
-        if CopyPath.BATCH not in lane.sides.many or lane.call(addresses, CopyPath.BATCH):
-            lane.enqueue(partial(move_each, self._staging, self._region, pieces, lane.direction))
+        if CopyPath.BATCH not in self._sides.many or self._call(addresses, CopyPath.BATCH):
+            self._enqueue(partial(move_each, self._staging, self._region, pieces, self._direction))
 
     def _issue_single(self, pages: GroupPages) -> None:
-        lane = self._lane
-        group = lane.sides.groups[pages.table.group]
-        lane.enqueue(partial(move_pages, group, self._region, pages, lane.direction))
+        group = self._sides.groups[pages.table.group]
+        self._enqueue(partial(move_pages, group, self._region, pages, self._direction))

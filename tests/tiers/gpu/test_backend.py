@@ -21,8 +21,8 @@ from kvtier.types.gpu_runs import GPURuns
 from kvtier.types.jobs import LOADED, PARTIAL, DropReason, TransferJob, dropped, failed
 from kvtier_gpu import GPUBackend, GPUOptions
 from kvtier_gpu.copy_plan import GroupPages
-from kvtier_gpu.engines import host_memory, native_copy
-from kvtier_gpu.engines.host_memory import HostMemoryEngine
+from kvtier_gpu.engines import host_memory
+from kvtier_gpu.engines.host_memory import HostMemoryEngine, load_compiled
 from kvtier_gpu.engines.pinned_region import PAGE_BYTES, PIECE_BYTES, PIECES_MAX, PinnedRegion, RowSlices
 
 GEOMETRY = Geometry(KVLayout((GroupLayout((TensorRef(0, 1000),)),), block_size_factor=2))
@@ -80,7 +80,7 @@ async def turns(count: int = 50) -> None:
 async def test_opening_tells_capacity_and_means(rows: MmapRows) -> None:
     tier = GPUBackend(GPUOptions(copy_threads=3))
     opened = await tier.open(context(GEOMETRY, tensors(), rows))
-    mode = "cpu, 3 copy threads" + (", compiled copies" if native_copy.load() else "")
+    mode = "cpu, 3 copy threads" + (", compiled copies" if load_compiled() else "")
     assert (opened.capacity_bytes, opened.mode, opened.space) == (NUM_BLOCKS * 1000, mode, None)
     await tier.close()
 
@@ -97,7 +97,7 @@ async def test_a_small_copy_needs_no_thread(rows: MmapRows, monkeypatch: pytest.
     monkeypatch.setattr(host_memory, "OWN_BYTES_MAX", own_bytes_max)
     tier = await opened(rows)
     assert (await tier.load(WORK)).outcomes == OUTCOMES
-    own = bool(own_bytes_max) and native_copy.load() is not None
+    own = bool(own_bytes_max) and load_compiled() is not None
     assert [each is threading.main_thread() for each in threads] == [own]
     await tier.close()
 

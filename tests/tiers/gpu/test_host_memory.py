@@ -15,10 +15,8 @@ from support_gpu import MmapRows, job, make_worker, naive_copy, transfer
 from kvtier.types.geometry import Geometry, GroupLayout, KVLayout, TensorRef
 from kvtier.types.gpu_runs import GPURuns
 from kvtier_gpu.copy_plan import RegionShape, group_tables, plan_job
-from kvtier_gpu.engines import native_copy
 from kvtier_gpu.engines.contract import Direction
-from kvtier_gpu.engines.host_memory import AVOID_SECONDS, WAITS, HostMemoryEngine
-from kvtier_gpu.engines.native_copy import CopyScattered
+from kvtier_gpu.engines.host_memory import AVOID_SECONDS, WAITS, CopyScattered, HostMemoryEngine, load_compiled
 from kvtier_gpu.kv_tensors import describe_tensors
 
 SIZES = (1000, 4096, 40_000, 64 << 10, 600 << 10)
@@ -101,7 +99,7 @@ def test_the_compiled_loop_refuses_arrays_that_do_not_match() -> None:
 
 
 def compiled_or_skip() -> CopyScattered:
-    compiled = native_copy.load()
+    compiled = load_compiled()
     if compiled is None:
         pytest.skip("kvtier was installed without a C compiler")
     return compiled
