@@ -16,11 +16,10 @@ from kvtier_fs.inspect.shared_root import NOT_THERE, FileContent, FileRun, Inspe
 from kvtier_fs.inspect.store import read_fault, shown
 from kvtier_fs.roots.folder import LOCK_NAME, SUPERBLOCK_NAME, plain_file, write_all
 from kvtier_fs.shared.block_file import remove_if
-from kvtier_fs.shared.bucket import Bucket
+from kvtier_fs.shared.bucket import ACCOUNT_NAME, Bucket
 from kvtier_fs.shared.folder import EPOCHS_NAME, LEASES_NAME, read_small, vanished, with_lock
 from kvtier_fs.shared.leases import LEASE_NAME, decode_holder
 from kvtier_fs.shared.paths import BLOCK_NAME, BUCKET_NAME, NAMESPACE_NAME, TEMPORARY_NAME, BlockPlace, bucket_name
-from kvtier_fs.shared.usage import ACCOUNT_NAME
 
 _DAMAGED = "checksum"
 _RECOUNTED = (FindingKind.ORPHANED, FindingKind.BAD_ACCOUNT, FindingKind.STALE_ACCOUNT)

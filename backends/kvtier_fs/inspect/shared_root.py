@@ -22,7 +22,7 @@ from kvtier_fs.inspect.store import SHORT, FolderInspection, HeaderVerdict, Slot
 from kvtier_fs.options import SharedFSOptions
 from kvtier_fs.roots.folder import LOCK_NAME, plain_file
 from kvtier_fs.shared.block_file import MismatchedFile
-from kvtier_fs.shared.bucket import Bucket
+from kvtier_fs.shared.bucket import Bucket, BucketRules
 from kvtier_fs.shared.folder import GONE, LockBusy, TreeFolder, names_in, read_small, vanished
 from kvtier_fs.shared.leases import LEASE_NAME, FolderLeases, decode_holder, this_process
 from kvtier_fs.shared.paths import (
@@ -35,7 +35,6 @@ from kvtier_fs.shared.paths import (
     place_of,
 )
 from kvtier_fs.shared.root import FilesHooks
-from kvtier_fs.shared.usage import BucketRules, BucketUsage
 
 NO_PLAIN_FILE = "file"
 
@@ -258,7 +257,7 @@ class InspectedTree(FolderInspection[FileContent, FileRun]):
 
     def bytes_held(self, number: int) -> int:
         """Bytes of disk of everything in a bucket, as its account counts them. Changes nothing. Raises OSError."""
-        return BucketUsage(self.folder, number, BucketRules(0, 0, False, None, Counter())).tally()
+        return Bucket(self.folder, number, BucketRules(0, 0, False, None, Counter())).tally()
 
     def changing(self, number: int, work: Callable[[Bucket], T]) -> T:
         """Do some work on a bucket while holding its lock, as eviction does.

@@ -15,7 +15,6 @@ from kvtier.errors import RootError
 from kvtier.types.jobs import LOADED, PRESENT, STORED, DropReason, dropped
 from kvtier_fs.io.contract import IOKind
 from kvtier_fs.shared import bucket as bucket_module
-from kvtier_fs.shared import usage as account_module
 from kvtier_fs.shared.leases import FolderLeases
 from kvtier_fs.shared.root import FilesHooks
 
@@ -99,8 +98,8 @@ async def test_no_inode_or_no_block_for_a_small_file_evicts_as_well(tmp_path, mo
     async with open_files(settings) as tier:
         await tier.store(names)
     async with open_files(settings) as tier:
-        module, call = (bucket_module, "open_plain") if place == "create" else (account_module, "plain_file")
-        opened, left = getattr(module, call), 1
+        call = "open_plain" if place == "create" else "plain_file"
+        opened, left = getattr(bucket_module, call), 1
 
         def full_once(folder_fd, name, flags, *close):
             nonlocal left
@@ -109,7 +108,7 @@ async def test_no_inode_or_no_block_for_a_small_file_evicts_as_well(tmp_path, mo
                 raise OSError(errno.ENOSPC, "No space left on device")
             return opened(folder_fd, name, flags, *close)
 
-        monkeypatch.setattr(module, call, full_once)
+        monkeypatch.setattr(bucket_module, call, full_once)
         assert await tier.store(keys(1, start=50)) == [STORED]
         assert not left
         assert account_is_true(tier)
@@ -239,7 +238,7 @@ async def test_an_account_that_cannot_be_written_is_not_trusted_as_it_was(tmp_pa
             monkeypatch.undo()
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        monkeypatch.setattr(account_module, "write_all", no_room)
+        monkeypatch.setattr(bucket_module, "write_all", no_room)
         assert await tier.store(names[:1]) == [PRESENT]
         assert await tier.store(keys(1, start=50)) == [STORED]
         assert account_is_true(tier)

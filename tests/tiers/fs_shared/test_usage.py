@@ -21,10 +21,10 @@ from kvtier_fs.format.tree_records import decode_account, encode_account
 from kvtier_fs.io.contract import IOKind
 from kvtier_fs.shared import block_file
 from kvtier_fs.shared import bucket as bucket_module
+from kvtier_fs.shared.bucket import Bucket
 from kvtier_fs.shared.folder import names_in, with_lock
 from kvtier_fs.shared.leases import FolderLeases, this_process
 from kvtier_fs.shared.root import FilesHooks
-from kvtier_fs.shared.usage import BucketUsage
 
 FILE_BYTES = 4096 + 16384
 KEEP_SIZE = 1
@@ -112,14 +112,14 @@ async def test_a_temporary_that_gets_its_name_while_its_bucket_is_counted_counts
         storing = asyncio.create_task(tier.store([key]))
         await held(engine, 1)
         (temporary,) = temporaries(tmp_path)
-        count_small, path = BucketUsage._count_small, tier.path(key)
+        count_small, path = Bucket._count_small, tier.path(key)
 
         def published_meanwhile(self, folder):
             counted = count_small(self, folder)
             os.rename(temporary, path)
             return counted
 
-        monkeypatch.setattr(BucketUsage, "_count_small", published_meanwhile)
+        monkeypatch.setattr(Bucket, "_count_small", published_meanwhile)
         bucket = tier.backend._root.buckets[0]
         assert bucket.locked(bucket.sweep) is None
         assert account_is_true(tier)
