@@ -1,20 +1,14 @@
 """Copies in host memory, on a few threads of its own.
 
 A plan is split into parts for the threads. Where kvtier was installed with its compiled loop, one call copies all
-extents of a part without the GIL. Without it there are two ways:
-
-* One memmove for each extent is the fastest, but each call releases the GIL and takes it again. Beside a thread that is
-  busy in Python that waits a switch interval (5 ms), which makes small extents a thousand times slower.
-* Pieces of equal length are moved in batches: one numpy gather and scatter over thousands of pieces, each a single
-  GIL-free call. This serves small extents always, and medium ones while calls are seen to wait.
-
-Long extents always go by memmove: copying them takes longer than the wait.
+extents of a part without the GIL. Without it pieces of equal length are moved in batches: one numpy gather and scatter
+over thousands of pieces, each a single GIL-free call. Long extents go by a memmove each: such a call takes the GIL
+again, which beside a thread that is busy in Python waits a switch interval (5 ms), and copying them takes longer.
 """
 
 import ctypes
 import os
 import threading
-import time
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -25,21 +19,12 @@ import numpy.typing as npt
 
 from kvtier.errors import UsageError
 from kvtier.types.arrays import IntArray
-from kvtier_gpu.copy_plan import CopyPlan, Extents, GatherBatch, GroupPages, batches, extents, rows_of, split
+from kvtier_gpu.copy_plan import CopyPlan, GatherBatch, GroupPages, batches, extents, rows_of, split
 from kvtier_gpu.engines.contract import Bytes, CopyEngine, CopyFailure, Direction, Done, join_failures, sides
 from kvtier_gpu.kv_tensors import KVTensor
 
-CALL_BYTES = 48 << 10
-"""Extents from here on go by a call each while no other thread wants the GIL."""
 MEMMOVE_BYTES = 512 << 10
-"""Extents from here on go by memmove in any case: batches would cost more than waiting for the GIL."""
-WAIT_SECONDS = 1e-3
-WAITS = 3
-"""After so many calls of one part that took WAIT_SECONDS longer than copying can take, another thread keeps the GIL.
-Fewer may be due to the scheduler."""
-AVOID_SECONDS = 0.25
-"""How long calls are then avoided before they are tried again."""
-SLOWEST_BYTES_PER_SECOND = 256 << 20
+"""Extents from here on go by memmove: batches would cost more than waiting for the GIL."""
 PIECE_BYTES = 8 << 10
 BATCH_BYTES = 4 << 20
 MIN_PIECES = 512
@@ -79,6 +64,12 @@ def load_compiled() -> CopyScattered | None:
     return copy
 
 
+def _copy_each(to: IntArray, source: IntArray, lengths: IntArray) -> None:
+    """The same by a memmove for each."""
+    for place in zip(to.tolist(), source.tolist(), lengths.tolist(), strict=True):
+        ctypes.memmove(*place)
+
+
 def _window(low: int, end: int) -> Bytes:
     """The memory from address `low` to `end` as bytes. Only addresses a plan computed are ever touched."""
     return np.frombuffer(memoryview((ctypes.c_uint8 * (end - low)).from_address(low)), dtype=np.uint8)
@@ -116,7 +107,7 @@ class _Countdown:
 class HostMemoryEngine(CopyEngine):
     """Copies between KV tensors in host memory and the region, on `threads` daemon threads.
 
-    `compiled` is `load_compiled()`; None selects the ways that Python has. With `urgent_lane` urgent copies have a
+    `compiled` is `load_compiled()`; None selects numpy and memmove. With `urgent_lane` urgent copies have a
     thread of their own.
     """
 
@@ -125,13 +116,10 @@ class HostMemoryEngine(CopyEngine):
         region: Bytes,
         tensors: Sequence[KVTensor],
         threads: int,
-        clock: Callable[[], float] = time.perf_counter,
         compiled: CopyScattered | None = None,
         urgent_lane: bool = False,
     ) -> None:
-        self._clock = clock
         self._compiled = compiled
-        self._avoid_until = 0.0
         self._kv_tensors = tuple(tensors)  # keeps the memory alive
         self._low = min(tensor.address for tensor in tensors)
         self._tensors = _window(self._low, max(tensor.end for tensor in tensors))
@@ -210,14 +198,9 @@ class HostMemoryEngine(CopyEngine):
                 self._compiled(*sides(found, region, direction), found.lengths)
                 continue
             long = found.lengths >= MEMMOVE_BYTES
-            self._call_each(found.select(long), region, direction, patient=True)
-            found = found.select(~long)
-            if self._clock() >= self._avoid_until:
-                found = found.select(np.argsort(found.lengths < CALL_BYTES, kind="stable"))
-                worth = int(np.count_nonzero(found.lengths >= CALL_BYTES))
-                done = self._call_each(found.select(np.arange(worth)), region, direction, patient=False)
-                found = found.select(np.arange(done, len(found.lengths)))
-            for batch in batches(found, PIECE_BYTES, MIN_PIECES):
+            each = found.select(long)
+            _copy_each(*sides(each, region, direction), each.lengths)
+            for batch in batches(found.select(~long), PIECE_BYTES, MIN_PIECES):
                 self._gather(batch, region, direction)
 
     def _gather(self, batch: GatherBatch, region: Bytes, direction: Direction) -> None:
@@ -230,20 +213,3 @@ class HostMemoryEngine(CopyEngine):
                 rows[at_rows] = gpu[at_gpu]
             else:
                 gpu[at_gpu] = rows[at_rows]
-
-    def _call_each(self, found: Extents, region: Bytes, direction: Direction, patient: bool) -> int:
-        """Copy extents by a call each. Returns how many: all, or, unless patient, those before calls had to wait."""
-        targets, sources = sides(found, region, direction)
-        calls = zip(targets.tolist(), sources.tolist(), found.lengths.tolist(), strict=True)
-        waits, clock, memmove = 0, self._clock, ctypes.memmove
-        before = clock()
-        for number, (target, source, length) in enumerate(calls, start=1):
-            memmove(target, source, length)
-            after = clock()
-            if after - before > WAIT_SECONDS + length / SLOWEST_BYTES_PER_SECOND:
-                waits += 1
-                if waits == WAITS and not patient:
-                    self._avoid_until = after + AVOID_SECONDS
-                    return number
-            before = after
-        return len(found.lengths)
