@@ -10,8 +10,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import replace
 from typing import ClassVar
 
 from kvtier.aio.shielded_wait import shielded_wait
@@ -37,7 +36,7 @@ from kvtier.types.jobs import (
     failed,
 )
 from kvtier.types.keys import REMOTE, Medium, OffloadKey, key_group
-from kvtier_remote.attempts import Attempts, HedgedGets
+from kvtier_remote.attempts import Attempts, HedgedGets, Refusal
 from kvtier_remote.background import EvictionWatch, LeaseKeeper
 from kvtier_remote.call_limit import CallLimit
 from kvtier_remote.names import BlockNames
@@ -48,14 +47,6 @@ from kvtier_remote.write_budget import ServerBudget
 
 _log = logging.getLogger("kvtier.remote")
 _RESULTS = {True: LookupResult.HIT, False: LookupResult.MISS, None: LookupResult.RETRY}
-
-
-@dataclass(slots=True, eq=False)
-class RemoteJob:
-    """A job in progress. `stopped` is the outcome of whatever has not begun yet, once there is one."""
-
-    run: JobRun
-    stopped: BlockOutcome | None = field(default=None)
 
 
 class RemoteBackend(LoadStore):
@@ -308,16 +299,16 @@ class RemoteBackend(LoadStore):
             return JobResult.uniform(job, refusal)
         if self._evictions is not None:
             self._evictions.poll()
-        move = RemoteJob(JobRun(job, kind, asyncio.get_running_loop()))
-        moving = asyncio.gather(*(self._move_batch(move, batch) for batch in self._batches(self._blocks(move.run))))
+        run, cancelled = JobRun(job, kind, asyncio.get_running_loop()), asyncio.Event()
+
+        def refuse(seconds: float) -> BlockOutcome | None:
+            return CANCELLED if cancelled.is_set() else self._refusal(job, seconds)
+
+        moving = asyncio.gather(*(self._move_batch(run, batch, refuse) for batch in self._batches(self._blocks(run))))
         self._moving.add(moving)
         moving.add_done_callback(self._moving.discard)
-
-        def stop() -> None:
-            move.stopped = CANCELLED
-
-        await shielded_wait(moving, stop)
-        return move.run.result(self._context.clock() - started)
+        await shielded_wait(moving, cancelled.set)
+        return run.result(self._context.clock() - started)
 
     def _blocks(self, run: JobRun) -> Iterator[RemoteBlock]:
         """A job's blocks, without those whose key is too long. Raises UsageError for a key of another group."""
@@ -368,12 +359,12 @@ class RemoteBackend(LoadStore):
         if batch:
             yield batch
 
-    async def _move_batch(self, move: RemoteJob, batch: Sequence[RemoteBlock]) -> None:
+    async def _move_batch(self, run: JobRun, batch: Sequence[RemoteBlock], refuse: Refusal) -> None:
         """Move blocks by one call; each ends with an outcome, whatever happens."""
-        call = self._put if move.run.kind is JobKind.STORE else self._get
+        call = self._put if run.kind is JobKind.STORE else self._get
         payload_bytes = sum(block.value.place.payload_bytes for block in batch)
         try:
-            outcomes = await self._attempts.make(call, batch, partial(self._move_refusal, move), payload_bytes)
+            outcomes = await self._attempts.make(call, batch, refuse, payload_bytes)
         except Exception:
             # The task's boundary: without an outcome the job would wait for these blocks for ever.
             _log.exception("%s: blocks could not be moved", self.options.label)
@@ -383,12 +374,9 @@ class RemoteBackend(LoadStore):
             if outcome.status is BlockStatus.FAILED:
                 self.counters[f"errno.{errno.errorcode.get(outcome.errno, outcome.errno)}"] += 1
             size = block.value.place.payload_bytes if outcome.ok else 0
-            move.run.end(block.group, block.position, outcome, size)
-        if self._lease is not None and move.run.kind is JobKind.STORE:
+            run.end(block.group, block.position, outcome, size)
+        if self._lease is not None and run.kind is JobKind.STORE:
             self._lease.stored(payload_bytes)
-
-    def _move_refusal(self, move: RemoteJob, seconds: float) -> BlockOutcome | None:
-        return move.stopped or self._refusal(move.run.job, seconds)
 
     async def _put(self, batch: Sequence[RemoteBlock]) -> list[BlockOutcome]:
         values = [block.value for block in batch]

@@ -8,9 +8,11 @@ from __future__ import annotations
 import errno
 import ipaddress
 import socket
-import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from contextlib import suppress
+
+from kvtier.aio.daemon_pool import DaemonPool
 
 SILENT_NAMES = "the name server does not answer in time"
 
@@ -51,18 +53,9 @@ def _is_number(host: str) -> bool:
 
 def _within(seconds: float, call: Callable[[], None], late: str) -> None:
     """Make a call on a thread of its own, which stays for as long as the call does."""
-    raised: list[OSError] = []
-
-    def make() -> None:
-        try:
-            call()
-        except OSError as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=make, name="kvtier-reach", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if thread.is_alive():
+    thread = DaemonPool("kvtier-reach", 1)
+    made = thread.submit(call)
+    thread.shutdown()
+    if not wait([made], seconds).done:
         raise TimeoutError(errno.ETIMEDOUT, late)
-    if raised:
-        raise raised[0]
+    made.result()
