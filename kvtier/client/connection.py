@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
+from kvtier.client.inquiry import inquire_text
 from kvtier.client.private import PrivateStack
 from kvtier.errors import ConfigError, ResourceError
 from kvtier.service.channel import receive_greeting, send_greeting
@@ -15,6 +18,9 @@ from kvtier.service.wire import GREETING, PROTOCOLS, Hello, Refused, Welcome, Wi
 from kvtier.types.namespace import Namespace
 
 CONNECT_SECONDS = 10.0
+"""How long a stack process may take to answer, or to show that its loop goes on."""
+OPEN_SECONDS = 600.0
+"""How long opening may take. A greeting is answered once the rows are in memory: those of a terabyte take minutes."""
 ENDING_SECONDS = 5.0
 """How long a private process may take to close its socket once it was killed."""
 PAUSE_SECONDS = 0.02
@@ -93,18 +99,20 @@ def _connect(identity: Identity, process: Participant, resumes: bool) -> Connect
         resumes,
         process.reads_only,
     )
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    opened = ExitStack()
     try:
-        sock.settimeout(CONNECT_SECONDS)
-        sock.connect(identity.path)
+        sock = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC))
+        _reach(sock, identity.path)
         pidfd = os.pidfd_open(os.getpid())
         try:
             send_greeting(sock, hello, [pidfd])
         finally:
             os.close(pidfd)
+        if not resumes:
+            _wait_for_answer(sock, identity.path)
         answer, descriptors = receive_greeting(sock, GREETING)
     except (OSError, WireError) as error:
-        sock.close()
+        opened.close()
         raise ResourceError(f"no stack process answers at {identity.path}: {error}") from error
     if isinstance(answer, Welcome) and answer.protocol in PROTOCOLS:
         return sock, answer, descriptors
@@ -115,3 +123,28 @@ def _connect(identity: Identity, process: Participant, resumes: bool) -> Connect
     if isinstance(answer, Welcome):
         reason = f"it answered in protocol {answer.protocol}, this release speaks {list(PROTOCOLS)}"
     raise ConfigError(f"the stack process at {identity.path} does not serve this engine: {reason}")
+
+
+def _reach(sock: socket.socket, path: str) -> None:
+    """Connect, also where many others do at the same time. Raises OSError."""
+    sock.settimeout(CONNECT_SECONDS)
+    until = time.monotonic() + CONNECT_SECONDS
+    while True:
+        try:
+            return sock.connect(path)
+        except BlockingIOError:  # somebody listens, and has not come to those who wait yet
+            if time.monotonic() > until:
+                raise
+        time.sleep(PAUSE_SECONDS)
+
+
+def _wait_for_answer(sock: socket.socket, path: str) -> None:
+    """Wait as long as a stack process takes to open its rows, while its loop goes on. Raises OSError."""
+    until = time.monotonic() + OPEN_SECONDS
+    while not select.select([sock], [], [], CONNECT_SECONDS)[0]:
+        try:
+            inquire_text(path, "ping", CONNECT_SECONDS)
+        except ResourceError as error:
+            raise TimeoutError(str(error)) from error
+        if time.monotonic() > until:
+            raise TimeoutError(f"it has not opened within {OPEN_SECONDS:g} s")

@@ -60,7 +60,7 @@ class RowCopy:
 
     `copied`: the positions of these blocks in the job, in order, and `keys` theirs; the others end as `without`.
     `runs`: (number, outcome) of these blocks, once they have ended. A reset has made a load `void` that was in flight;
-    `reported` are its outcomes by its worker then.
+    a store is `lost` whose connection has ended. `reported` are the outcomes by its worker, of such a load or a store.
     """
 
     number: int
@@ -71,6 +71,7 @@ class RowCopy:
     whole: bool = field(init=False)
     runs: list[tuple[int, BlockOutcome]] = field(init=False, default_factory=list)
     void: bool = field(init=False, default=False)
+    lost: bool = field(init=False, default=False)
     reported: Sequence[BlockOutcome] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:

@@ -58,9 +58,10 @@ class EngineCore:
     one before was. The caller that sends such things resets it.
     """
 
-    def __init__(self, stores: bool = True) -> None:
-        """Without `stores` no rows are asked for."""
+    def __init__(self, stores: bool = True, *, own_worker: bool = False) -> None:
+        """Without `stores` no rows are asked for. With `own_worker` the end of each copy comes to `on_copied_alone`."""
         self.stores = stores
+        self._own_worker = own_worker
         self.out: list[Item] = []
         self.connected = True
         self.joined = self.follows = self.joins = self.is_new = False
@@ -74,6 +75,7 @@ class EngineCore:
         self.fault = ""
         self.verdicts: dict[int, int] = {}
         self.answers: dict[int, list[Any]] = {}
+        """By number, of the questions that are waited for: who asks adds a list, and takes it away."""
         self._requests: dict[str, ClientRequest] = {}
         self._asked: dict[int, tuple[ClientRequest, list[OffloadKey]]] = {}
         self._copies: dict[int, RowCopy] = {}
@@ -100,6 +102,16 @@ class EngineCore:
         return bool(self._resetting)
 
     @property
+    def resets_later(self) -> bool:
+        """True if a reset is sent as soon as the engine has joined, and it may still do so."""
+        return self._reset_due and self.connected and not self.fault
+
+    @property
+    def is_owed(self) -> bool:
+        """True while the stack process has an answer to give."""
+        return self.connected and bool(self._asked or self._copies or self._resetting or self.stats_pending > 0)
+
+    @property
     def room(self) -> int:
         """Rows that may be filled now."""
         return len(self._lent) if self.serves else 0
@@ -124,18 +136,28 @@ class EngineCore:
     def request(
         self, request_id: str, keys: Sequence[OffloadKey] = (), info: RequestInfo | None = None
     ) -> ClientRequest:
-        """A request; what it may find is asked for with the next send."""
+        """A request; what it may find is asked for with the next send. One of this id that is there ends: the stack
+        process knows them by their names alone."""
         name = wire.request_name(request_id)
+        if (before := self._requests.get(name)) is not None:
+            before.end()
         request = self._requests[name] = ClientRequest(self, name, info)
         self.ask(request, keys)
         return request
+
+    def free_id(self, request_id: str) -> str:
+        """This id, or one like it while there is a request of this one."""
+        free = request_id
+        while wire.request_name(free) in self._requests:
+            free = f"{request_id}#{self.next_number()}"
+        return free
 
     def ask(self, request: ClientRequest, keys: Sequence[OffloadKey]) -> None:
         """Ask which of these keys are there, unless that is known or was asked.
 
         What is not there will be stored: after a rest the rows for that are asked for before, and come with the answer.
         """
-        if self.serves:
+        if self.serves and not request.ended:
             known = request.states
             asked = [key for key in dict.fromkeys(keys) if key not in known]
             if asked and not self._wanted:
@@ -147,7 +169,7 @@ class EngineCore:
     def reserve(self, request: ClientRequest, keys: Sequence[OffloadKey]) -> None:
         """Have these keys brought into rows and leased; `served` says when that was answered."""
         request.reserved.update(dict.fromkeys(keys))
-        if self.serves:
+        if self.serves and not request.ended:
             for _, part in split([key for key in dict.fromkeys(keys) if key not in request.leased]):
                 self.out.append(wire.Reserve(request.id, self._expect(request, part), Keys.of(part)))
 
@@ -174,7 +196,7 @@ class EngineCore:
 
     def lookup(self, request: ClientRequest, keys: Sequence[OffloadKey]) -> list[LookupResult]:
         """Presence of these keys: HIT for leased ones, RETRY until an answer has come."""
-        if not self.serves:
+        if not self.serves or request.ended:
             return [LookupResult.MISS] * len(keys)
         leased, states = request.leased, request.states
         if leased:
@@ -410,7 +432,8 @@ class EngineCore:
                 case wire.Weights():
                     self._on_weights(item)
                 case wire.Located() | wire.Hinted() | wire.FiguresPart() | wire.Left():
-                    self.answers.setdefault(item.number, []).append(item)
+                    if item.number in self.answers:
+                        self.answers[item.number].append(item)
                 case wire.Closing():
                     self.lose()
 
@@ -463,7 +486,7 @@ class EngineCore:
 
     def _on_ended(self, item: wire.Ended) -> None:
         copy = self._copies.get(item.job)
-        if copy is None:
+        if copy is None or copy.lost:
             return
         copy.runs += [(count, _outcome(*said)) for count, *said in item.outcomes]
         if item.more:
@@ -516,7 +539,8 @@ class EngineCore:
             self.out.append(wire.Want(self._wanted, count))
 
     def lose(self) -> None:
-        """The connection has ended: nothing is leased or lent any more."""
+        """The connection has ended: nothing is leased or lent any more. A store ends with it, once nothing reads its
+        blocks any more."""
         self.connected = self.joined = self.joins = self.noted = self.is_new = False
         self.stats_pending = 0
         self.out.clear()
@@ -528,10 +552,15 @@ class EngineCore:
         self._resetting = self._wanted = self._needed = self._loads = 0
         for copy in list(self._copies.values()):
             if copy.job.kind is JobKind.STORE:
-                copy.runs = [(len(copy.keys), dropped(DropReason.TIER_DOWN))]
-                self._end_copy(copy)
+                copy.lost = True
+                if copy.reported is not None or not self._own_worker:  # else it is given the end of its workers' copies
+                    self._end_lost_store(copy)
             elif copy.reported is not None:  # the stack process did not come to say so
                 self.on_copied_alone(JobId(copy.number), copy.reported)
+
+    def _end_lost_store(self, copy: RowCopy) -> None:
+        copy.runs = [(len(copy.keys), dropped(DropReason.TIER_DOWN))]
+        self._end_copy(copy)
 
     @property
     def is_drained(self) -> bool:
@@ -550,10 +579,15 @@ class EngineCore:
             self.on_copied_alone(number, [LOADED] * len(copy.keys))
 
     def on_copied_alone(self, number: JobId, outcomes: Sequence[BlockOutcome]) -> None:
-        """A load's copy has ended. What the worker says holds: its rows were leased. The stack process has the same
+        """A copy has ended. What the worker says of a load holds: its rows were leased. The stack process has the same
         report from it; it has to say what became of a load that a reset overtook, and of every store."""
         copy = self._copies.get(number)
-        if copy is None or copy.job.kind is not JobKind.LOAD:
+        if copy is None:
+            return
+        if copy.job.kind is JobKind.STORE:
+            copy.reported = outcomes
+            if copy.lost:
+                self._end_lost_store(copy)
             return
         if copy.void and self.connected:
             copy.reported = outcomes

@@ -7,9 +7,9 @@ import select
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
-from kvtier.client.connection import Connected, Identity, Participant, connect, unconnected
+from kvtier.client.connection import OPEN_SECONDS, Connected, Identity, Participant, connect, unconnected
 from kvtier.client.core import EngineCore
 from kvtier.client.reconnection import Reconnection
 from kvtier.client.request import ClientRequest
@@ -27,21 +27,26 @@ OUTBOX_BYTES_MAX = 256 << 10
 LOOKUP_WAIT_SECONDS = 0.001
 """How long the first lookup of a step without an answer waits for it."""
 WANT_SECONDS = 1.0
-OPEN_SECONDS = 600.0
 WITHIN_A_STEP = (Found, Lent)
 """Items that are taken in before the next step."""
 ANSWERS = (*WITHIN_A_STEP, wire.Located, wire.Hinted, wire.FiguresPart, wire.Left)
 """Items that are taken in by a call that waits for an answer."""
 ANSWER_SECONDS = 1.0
 """How long such a call waits."""
+SILENCE_SECONDS = 5.0
+"""How long a stack process may owe an answer and send nothing before it is asked for a sign, and how long after that."""
 
 
 class SchedulerClient:
     """An engine's scheduler at a stack process. Call `turn` once per engine step, from one thread.
 
     What comes within a step are answers to lookups and rows: whatever ends a lease waits for the next step. When the
-    connection ends all is a miss, until another one is made: see `Reconnection`.
+    connection ends all is a miss, until another one is made: see `Reconnection`. It counts as ended once a stack
+    process that owes an answer gives no sign.
     """
+
+    has_own_worker: ClassVar[bool] = False
+    """True if the ends of copies are given to the core."""
 
     def __init__(
         self, identity: Identity, *, complete: bool = True, events: bool = False, required: bool = True
@@ -58,7 +63,7 @@ class SchedulerClient:
                 raise
             _log.error("no stack process serves this engine, every lookup is a miss: %s", error)
             connected = unconnected()
-        self.core = EngineCore(stores=not identity.reads_only)
+        self.core = EngineCore(stores=not identity.reads_only, own_worker=self.has_own_worker)
         if complete:
             self.core.joins, self.core.manifest = True, identity.namespace.manifest().encode()
         self._use(connected)
@@ -80,6 +85,8 @@ class SchedulerClient:
         self._poll = select.poll()
         self._poll.register(self._channel, select.POLLIN)
         self._is_lost = False
+        self._heard_at = time.monotonic()
+        self._asked_for_sign = False
 
     @property
     def life(self) -> str:
@@ -141,6 +148,7 @@ class SchedulerClient:
             items = self._channel.receive()
             if not items:
                 break
+            self._heard_at = time.monotonic()
             answers = [item for item in items if type(item) in WITHIN_A_STEP]
             self._later += [item for item in items if type(item) not in WITHIN_A_STEP]
             self.core.take_in(answers)
@@ -188,10 +196,22 @@ class SchedulerClient:
         if items:
             self._later = []
             self.core.take_in(items)
+        if items or not self.core.is_owed:
+            self._heard_at, self._asked_for_sign = time.monotonic(), False
+        elif time.monotonic() - self._heard_at > SILENCE_SECONDS:
+            self._on_silence()
         if self._resumes:
             self._watch_joining()
         if self._channel.closed:
             self._on_closed()
+
+    def _on_silence(self) -> None:
+        """Ask for a sign: what is waited for may take long. Without one the process is frozen."""
+        if self._asked_for_sign:
+            self._channel.give_up("it answers nothing")
+            return
+        self._asked_for_sign, self._heard_at = True, time.monotonic()
+        self.core.say(wire.Locate(self.core.next_number(), wire.Keys.of(())))
 
     def _on_closed(self) -> None:
         """All is a miss, until there is another connection. That is made once no load needs the rows of this one."""
@@ -225,11 +245,11 @@ class SchedulerClient:
         self._resumes = core.connected and not (core.joined or core.fault)
 
     def _send(self) -> None:
-        core = self.core
-        if core.out and self._channel.send(core.out):
+        core, channel = self.core, self._channel
+        if channel.waiting_bytes and not channel.flush():
+            return  # a process that reads nothing: what is to be sent is not encoded again and again
+        if core.out and channel.send(core.out):
             core.out = []
-        elif self._channel.waiting_bytes:
-            self._channel.flush()
 
     def _await(self, done: Callable[[], bool], timeout_seconds: float) -> bool:
         """Send, and take in answers alone until a condition holds. False once the time is over, or the connection."""
@@ -241,6 +261,8 @@ class SchedulerClient:
                 return False
             self._poll.poll(left * 1e3)
             items = self._channel.receive()
+            if items:
+                self._heard_at = time.monotonic()
             self._later += [item for item in items if type(item) not in ANSWERS]
             self.core.take_in([item for item in items if type(item) in ANSWERS])
             self._send()
@@ -254,9 +276,10 @@ class SchedulerClient:
         """Ask as `_ask` does, also where nothing is served any more."""
         core = self.core
         numbers = [core.next_number() for _ in items]
+        core.answers.update((number, []) for number in numbers)
         core.out += [make(number) for make, number in zip(items, numbers, strict=True)]
         self._await(lambda: all(map(self._is_answered, numbers)), timeout_seconds)
-        return [answer for number in numbers for answer in core.answers.pop(number, ())]
+        return [answer for number in numbers for answer in core.answers.pop(number)]
 
     def _is_answered(self, number: int) -> bool:
         answers: Sequence[Any] = self.core.answers.get(number, ())

@@ -30,6 +30,7 @@ KEY = "runtime_dir"
 """The key of a stack file that names a place."""
 RESTARTS_MAX = 3
 HOUR_SECONDS = 3600.0
+NOT_STARTED = "the stack process cannot be started"
 
 
 class Restarts:
@@ -105,7 +106,7 @@ class PrivateStack:
                 given = {"path": self.path, "linger_seconds": self._linger_seconds, "level": _log_level()}
                 _start({"stack": self._stack, **given})
         except OSError as error:
-            raise ConfigError(f"the stack process cannot be started: {error.strerror or error}", "stack") from error
+            raise ConfigError(f"{NOT_STARTED}: {error.strerror or error}", "stack") from error
 
     def start_again(self) -> None:
         """Start the process once it has ended, as often as `restarts` allows. Raises as `start`."""
@@ -165,15 +166,19 @@ def _start(given: dict[str, object]) -> None:
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=theirs, start_new_session=True) as process:
             os.close(theirs)
             theirs = -1
-            with suppress(BrokenPipeError):  # it has ended, and says why
-                process.communicate(json.dumps(given).encode())
+            try:
+                with suppress(BrokenPipeError):  # it has ended, and says why
+                    process.communicate(json.dumps(given).encode(), START_SECONDS)
+            except subprocess.TimeoutExpired as error:
+                process.kill()
+                raise ConfigError(f"{NOT_STARTED}: it does not begin within {START_SECONDS:g} s", "stack") from error
         fault = _read_fault(ours, time.monotonic() + START_SECONDS, process.returncode)
     finally:
         os.close(ours)
         if theirs >= 0:
             os.close(theirs)
     if fault:
-        raise ConfigError(f"the stack process cannot be started: {fault}", "stack")
+        raise ConfigError(f"{NOT_STARTED}: {fault}", "stack")
 
 
 def _read_fault(pipe: int, deadline: float, status: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import select
 import socket
@@ -10,18 +11,35 @@ import threading
 import time
 from collections import deque
 from contextlib import suppress
-from itertools import chain, repeat
+from itertools import count
 
 from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.aio.loop_thread import Latch
 from kvtier.client.connection import Connected, Identity, Participant, connect
-from kvtier.errors import KVTierError
+from kvtier.errors import ConfigError, KVTierError
 
-PAUSES_SECONDS = (0.25,) * 10
-LONG_PAUSE_SECONDS = 1.0
+PAUSE_SECONDS, LONG_PAUSE_SECONDS = 0.25, 1.0
+SHORT_PAUSES = 10
 """How long is waited between two tries: the first ones, and all that follow."""
+REFUSED_SECONDS_MAX = 10.0
+"""How long at most by an engine that is refused: what is against it seldom changes, and each try costs the others."""
 
 _log = logging.getLogger(__name__)
+
+
+class Pauses:
+    """The seconds to wait before each next try."""
+
+    def __init__(self) -> None:
+        self._tries = self._refusals = 0
+
+    def after(self, error: Exception) -> float:
+        """The pause after a try that failed."""
+        self._tries += 1
+        self._refusals = self._refusals + 1 if isinstance(error, ConfigError) else 0
+        if self._refusals:
+            return min(math.ldexp(PAUSE_SECONDS, self._refusals), REFUSED_SECONDS_MAX)
+        return PAUSE_SECONDS if self._tries <= SHORT_PAUSES else LONG_PAUSE_SECONDS
 
 
 class Reconnection:
@@ -108,10 +126,12 @@ class Reconnection:
         Writes a line for each kind of failure, from the second try on: a process that was killed listens for a moment.
         """
         named: set[type[Exception]] = set()
-        for number, pause in enumerate(chain(PAUSES_SECONDS, repeat(LONG_PAUSE_SECONDS))):
+        pauses = Pauses()
+        for number in count():
             try:
                 return self._try()
             except (KVTierError, OSError) as error:
+                pause = pauses.after(error)
                 if number and type(error) not in named:
                     named.add(type(error))
                     _log.warning("no stack process serves this engine, every lookup is a miss: %s", error)

@@ -23,6 +23,7 @@ from kvtier.client.worker import WorkerClient
 from kvtier.errors import ResourceError
 from kvtier.service import wire
 from kvtier.service.channel import Channel
+from kvtier.service.wire import UNKNOWN
 from kvtier.tier.contract import LoadStore, LookupResult
 from kvtier.types.events import OffloadingEvent
 from kvtier.types.geometry import Geometry
@@ -45,6 +46,8 @@ REFUSALS = {str(each): each for each in HintRefusal}
 
 class StackClient(SchedulerClient):
     """See the module's docstring. `geometry` is the layout in the process's rows, `transfers` the engine's jobs."""
+
+    has_own_worker = True
 
     def __init__(self, identity: Identity, tensors: Sequence[torch.Tensor], gpu: LoadStore) -> None:
         """Connect and be served; `gpu` is the tier that copies. Raises ResourceError, ConfigError as `connect`."""
@@ -164,11 +167,12 @@ class StackClient(SchedulerClient):
 
     def _forget_answers(self) -> None:
         """Answers hold for a step in which they may be read."""
-        looks = self._looks
-        if looks.states and not (looks.waiting or looks.updates):
+        states = self._looks.states
+        if states:
             for key in self._answered:
-                looks.states.pop(key, None)
-            self._answered = list(looks.states)
+                if states.get(key) != UNKNOWN:  # else it was asked for again
+                    states.pop(key, None)
+            self._answered = [key for key, state in states.items() if state != UNKNOWN]
 
     # -- questions -----------------------------------------------------------------------------------------------
 
@@ -222,7 +226,7 @@ class StackClient(SchedulerClient):
         self.transfers.stop_all(DropReason.RESET)
         core.reset()
         until = time.monotonic() + timeout_seconds
-        while core.resetting:
+        while core.resetting or core.resets_later:
             self._send()
             if not self.wait(until - time.monotonic()) and time.monotonic() >= until:
                 raise ResourceError(f"the reset was not made durable within {timeout_seconds} s")
@@ -247,8 +251,10 @@ class StackClient(SchedulerClient):
     def cut(self) -> None:
         """End copies in flight, and the connection for good, whatever else is under way."""
         self._reconnection.stop()
-        self._worker.close()
-        super().close()
+        try:
+            self._worker.close()
+        finally:
+            super().close()
 
     def close(self) -> None:
         """End copies in flight and disconnect. Idempotent."""

@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.aio.loop_thread import LoopThread
 from kvtier.aio.loop_waker import LoopWaker
-from kvtier.client.connection import Connected, Identity, Participant, connect
+from kvtier.client.connection import CONNECT_SECONDS, OPEN_SECONDS, Connected, Identity, Participant, connect
+from kvtier.client.reconnection import Pauses
 from kvtier.errors import ConfigError, KVTierError, ResourceError
 from kvtier.service import wire
 from kvtier.service.channel import Channel
@@ -39,9 +40,8 @@ if TYPE_CHECKING:
     import torch
 
 OUTBOX_BYTES_MAX = 1 << 20
-PAUSE_SECONDS = (0.25, 1.0)
-"""How long a worker waits before it tries to connect again: at first, and after some tries."""
-SHORT_PAUSES = 10
+END_SECONDS = 2.0
+"""How long closing waits for copies that the tier has let go, and for their reports."""
 NOTE_SECONDS = 5.0
 """How long a stack process may take to note that weights are loaded."""
 
@@ -160,14 +160,15 @@ class WorkerLink:
         self.send(wire.Answer(number, int(await self._compare())))
 
     def close(self) -> None:
-        """Disconnect and unmap. Once no copy is in flight. Idempotent."""
+        """Disconnect and unmap. Rows that a copy may still write are held until this process exits. Idempotent."""
         for task in self._answers:
             task.cancel()
         self._end()
         if self._rows is not None:
             self._rows.close()
             self._rows = None
-            self._channel.send([wire.Quiet()])
+            if not self.copies:
+                self._channel.send([wire.Quiet()])
         self._channel.close()
         self._close_descriptors()
 
@@ -222,10 +223,10 @@ class WorkerConnection:
         connecting = self._threads.submit(lambda: connect(self._identity, self._process, resumes=resumes))
         try:
             connected = await asyncio.wrap_future(connecting)
-        except asyncio.CancelledError:
+            return WorkerLink(connected, self._answer)
+        except BaseException:  # cancelled, or without a descriptor for the link
             connecting.add_done_callback(_close_unused)
             raise
-        return WorkerLink(connected, self._answer)
 
     async def _answer(self) -> int:
         return 0 if self.compare is None else await self.compare()
@@ -265,17 +266,19 @@ class WorkerConnection:
         while True:
             if self._link is not None:
                 await self._link.ended.wait()
-            tries = 0
-            while not await self._has_connected():
-                await asyncio.sleep(PAUSE_SECONDS[tries >= SHORT_PAUSES])
-                tries += 1
+            pauses = Pauses()
+            while True:
+                fault = await self._connect_again()
+                if fault is None:
+                    break
+                await asyncio.sleep(pauses.after(fault))
 
-    async def _has_connected(self) -> bool:
-        """Connect again. False if that did not succeed."""
+    async def _connect_again(self) -> Exception | None:
+        """Connect again; why not, if that did not succeed. The scheduler tries too, and writes it into the log."""
         try:
             link = await self._connect(resumes=True)
-        except KVTierError:
-            return False  # the scheduler tries too, and writes the reason into the log
+        except (KVTierError, OSError) as error:
+            return error
         used = False
         try:
             await link.drained.wait()
@@ -283,14 +286,14 @@ class WorkerConnection:
         finally:
             if not used:
                 link.close()
-        return used
+        return None if used else ResourceError("its connection has ended, or its rows are of no use")
 
     async def _change_to(self, link: WorkerLink) -> bool:
         """Use the rows of another connection: no load of those before comes any more. False if they are of no use."""
         await self._leave()
         try:
             await self._open_rows(link)
-        except KVTierError as error:
+        except (KVTierError, OSError) as error:
             _log.error("a worker cannot use the rows of its stack process: %s", error)
             return False
         self._link = link
@@ -314,12 +317,17 @@ class WorkerConnection:
         """Let copies in flight end, within the time that the tier takes for that, and disconnect. Idempotent."""
         if self._following is not None:
             self._following.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._following
+            await asyncio.wait((self._following,))
         self._threads.shutdown()
         await self._gpu.close()
-        if self._link is not None:
-            self._link.close()
+        link = self._link
+        if link is not None:
+            if link.copies:  # their tasks have yet to see that the tier has let them go
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(link.idle.wait(), END_SECONDS)
+            if link.copies:
+                _log.error("%d copies have not ended: their rows are held until this process exits", link.copies)
+            link.close()
 
 
 def _close_unused(connecting: Future[Connected]) -> None:
@@ -349,7 +357,7 @@ class WorkerClient:
         self._thread.open()
         self.report: Report | None = None
         try:
-            self._thread.run(self._open, 60.0)
+            self._thread.run(self._open, OPEN_SECONDS + CONNECT_SECONDS)
         except BaseException:
             self._thread.close(5.0)
             raise
@@ -407,4 +415,4 @@ class WorkerClient:
         self._begin_copies()
         await self._connection.close()
         if self._copies:
-            await asyncio.wait(self._copies)
+            await asyncio.wait(self._copies, timeout=END_SECONDS)

@@ -265,7 +265,7 @@ class ProcessStack(ConnectedStack):
             check_info(info)
         if time is not None:
             raise UsageError("the time of a request is the stack process's own; `open_stack` takes one")
-        request = ProcessRequest(self, client.core.request(request_id, (), info))
+        request = ProcessRequest(self, client.core.request(client.core.free_id(request_id), (), info))
         if keys is not None:
             self._client_for(keys)
             request._extend(keys)

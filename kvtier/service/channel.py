@@ -178,6 +178,11 @@ class Channel:
         self._outbox.clear()
         self._waiting = 0
 
+    def give_up(self, fault: str) -> None:
+        """Count as closed, for this reason."""
+        if not self.closed:
+            self._end(fault)
+
     def close(self) -> None:
         """Close the socket. Idempotent."""
         if not self.closed:

@@ -305,12 +305,13 @@ def test_a_store_in_flight_keeps_the_rows_of_its_session(how: str, private: Priv
             kill_listener(private.path)
         else:
             engine.client._channel._sock.shutdown(socket.SHUT_RDWR)
-        assert engine.finish(store) == ["dropped"] * 8
         engine.step_until(lambda: engine.client.life != life, "the scheduler has connected again")
         steps(engine, 1.0)
         assert not engine.client.core.joined, "it joins before its worker uses the new rows"
         assert engine.client._worker._connection._link is rows
+        assert store not in engine._ended, "its blocks are the engine's while they are read"
         held.let_go()
+        assert engine.finish(store) == ["dropped"] * 8
         engine.step_until(lambda: engine.client.core.serves, "it is served again")
         assert engine.load(STORED) == ["hit"] * len(STORED)
         assert engine.load(range(100, 108), "s") == ["missing"] * 8

@@ -32,6 +32,8 @@ def take_results(core: EngineCore) -> list[JobResult]:
 class EngineClient(SchedulerClient):
     """An engine of one process at a stack process: scheduler and worker. It may store without a request."""
 
+    has_own_worker = True
+
     def __init__(self, identity: Identity, tensors: Sequence[torch.Tensor], gpu: LoadStore | None = None) -> None:
         """Connect; `gpu` is the tier that copies. Raises ResourceError, ConfigError as `connect`."""
         kind = discover().get("gpu")
@@ -101,5 +103,7 @@ class EngineClient(SchedulerClient):
     def close(self) -> None:
         """End copies in flight and disconnect. Idempotent."""
         self._reconnection.stop()
-        self._worker.close()
-        super().close()
+        try:
+            self._worker.close()
+        finally:
+            super().close()

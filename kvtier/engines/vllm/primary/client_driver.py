@@ -14,8 +14,8 @@ from itertools import islice
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 
 from kvtier.aio.daemon_pool import DaemonPool
-from kvtier.client.connection import Identity
-from kvtier.client.engine import OPEN_SECONDS, SchedulerClient
+from kvtier.client.connection import OPEN_SECONDS, Identity
+from kvtier.client.engine import SchedulerClient
 from kvtier.client.request import ClientRequest
 from kvtier.engines.digests import Confirmation
 from kvtier.engines.vllm.compat import LOGGER
