@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from support_control import ROW_BYTES, World, cpu_setup, fs_setup, key, plane_settings, shared_setup
 from support_counts import machine
 
+from kvtier.control.flow.stores import StoreRequest
 from kvtier.types.hints import Demote, Pin, Prefetch, Release, Retain
 from kvtier.types.jobs import JobKind
 from kvtier.types.keys import GroupIndex, RequestId
@@ -127,8 +128,8 @@ class Machine(RuleBasedStateMachine):
         plane = self.world.plane
         if plane.control.cpu.table.counts[5] or any(r.rows for r in plane.reservations.by_request.values()):
             return
-        assert not plane._open.loads
-        assert all(s.started + 1.0 > self.world.now for s in plane._open.stores.values())
+        left = plane._open.jobs.values()
+        assert all(isinstance(s, StoreRequest) and s.started + 1.0 > self.world.now for s in left)
 
     def teardown(self):
         """Whatever happened, everything ends: late I/O ends, deadlines pass, leases lapse, and no slot is lost."""

@@ -7,6 +7,7 @@ take what there is to do, and what has ended, with `collect`.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING
@@ -19,7 +20,6 @@ from kvtier.control.flow.promotions import Promotions
 from kvtier.control.flow.stores import LentStore, StoreRequest
 from kvtier.control.hints.following import Hints
 from kvtier.control.jobs import Decisions, JoiningTiers, PresenceQuery, Recipient
-from kvtier.control.plane.event_log import EventLog
 from kvtier.control.plane.lookups import look_up
 from kvtier.control.reservations import Reservation, Reservations
 from kvtier.control.row_admission import RowAdmission
@@ -52,50 +52,69 @@ STALE_MIN = 64
 """Deadlines of jobs that have ended, of which this number may be kept however few jobs are open."""
 
 
+class EventLog:
+    """Blocks that became reachable in a tier or ceased to be, in order, until they are taken.
+
+    At most `events_max` events are kept, none if that is 0: then the oldest is discarded, and its keys count as `lost`.
+    """
+
+    def __init__(self, events_max: int) -> None:
+        self.events_max = events_max
+        self.lost = 0
+        self._events: deque[OffloadingEvent] = deque()
+
+    def record(self, spec: TierSpec, keys: Sequence[OffloadKey], removed: bool) -> None:
+        """These keys became reachable in a tier, or were removed from it."""
+        if self.events_max and keys:
+            self._events.append(OffloadingEvent(tuple(keys), spec.medium, removed, spec.name))
+            if len(self._events) > self.events_max:
+                self.lost += len(self._events.popleft().keys)
+
+    def take(self) -> list[OffloadingEvent]:
+        """The events that were not taken before, the oldest first."""
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+
 class OpenJobs:
-    """`loads` and `stores` have not ended; `ended` have, and their results were not taken.
+    """`jobs` have not ended; `ended` have, and their results were not taken.
 
     `expires_at` is the first deadline of those that have not ended and were not stopped, infinite without one.
     """
 
     def __init__(self) -> None:
-        self.loads: dict[JobId, LoadRequest] = {}
-        self.stores: dict[JobId, StoreRequest] = {}
+        self.jobs: dict[JobId, LoadRequest | StoreRequest] = {}
         self.ended: list[LoadRequest | StoreRequest] = []
         self.expires_at = math.inf
         self._by_age: dict[int, LoadRequest | StoreRequest] = {}
         self._deadlines: list[tuple[float, int, LoadRequest | StoreRequest]] = []
 
     def begin(self, job: TransferJob) -> None:
-        """A job is submitted; `add` follows. Raises UsageError if its id is one of `loads` or `stores`."""
-        if job.job_id in self.loads or job.job_id in self.stores:
+        """A job is submitted; `add` follows. Raises UsageError if its id is one of `jobs`."""
+        if job.job_id in self.jobs:
             raise UsageError(f"job {job.job_id} is in flight already")
         if job.deadline is not None and job.deadline < self.expires_at:
             self.expires_at = job.deadline
 
     def add(self, request: LoadRequest | StoreRequest) -> None:
         """A job that began."""
-        if isinstance(request, LoadRequest):
-            self.loads[request.job.job_id] = request
-        else:
-            self.stores[request.job.job_id] = request
+        self.jobs[request.job.job_id] = request
         self._by_age[request.age] = request
         if request.job.deadline is not None:
             heappush(self._deadlines, (request.job.deadline, request.age, request))
 
     def stop(self, job_id: JobId, outcome: BlockOutcome) -> None:
         """Begin no more copies for a job, if it has not ended: what it lacks has this outcome."""
-        request = self.loads.get(job_id) or self.stores.get(job_id)
+        request = self.jobs.get(job_id)
         if request is not None:
             request.stop(outcome)
             self.expires_at = self._first_deadline()
 
     def stop_all(self, reason: DropReason) -> None:
         """Begin no more copies: stores are dropped for this reason, loads cancelled."""
-        for store in self.stores.values():
-            store.stop(dropped(reason))
-        for load in self.loads.values():
-            load.stop(CANCELLED)
+        for request in self.jobs.values():
+            request.stop(dropped(reason) if isinstance(request, StoreRequest) else CANCELLED)
         self.expires_at = math.inf
 
     def expire(self, now: float) -> None:
@@ -121,7 +140,7 @@ class OpenJobs:
             ended.sort(key=_loads_first)
         for request in ended:
             request.ended = now
-            del (self.loads if type(request) is LoadRequest else self.stores)[request.job.job_id]
+            del self.jobs[request.job.job_id]
         self.ended += ended
         if len(self._deadlines) > STALE_MIN + 2 * len(self._by_age):
             self._deadlines = [each for each in self._deadlines if each[1] in self._by_age]
@@ -136,7 +155,7 @@ class OpenJobs:
 
 
 def _loads_first(request: LoadRequest | StoreRequest) -> tuple[bool, int]:
-    return type(request) is StoreRequest, request.age
+    return isinstance(request, StoreRequest), request.age
 
 
 class ControlPlane(Recipient):
@@ -436,7 +455,7 @@ class ControlPlane(Recipient):
         self.control.epoch += 1
         self.control.resets += 1
         self._stop_all(DropReason.RESET)
-        for request in (*self._open.loads.values(), *self._open.ended):
+        for request in (*self._open.jobs.values(), *self._open.ended):
             request.outcomes = [CANCELLED if each is LOADED else each for each in request.outcomes]  # of before
         self.demotions.reset()
         for index in self.control.indexes:
@@ -558,8 +577,7 @@ class ControlPlane(Recipient):
     @property
     def idle(self) -> bool:
         """True when nothing is in flight and nothing waits."""
-        waiting = self._open.loads or self._open.stores or self.backlog
-        if self.control.running or self.control.late_jobs or waiting:
+        if self.control.running or self.control.late_jobs or self._open.jobs or self.backlog:
             return False
         return not (self.hints.is_used and self.hints.busy)
 
