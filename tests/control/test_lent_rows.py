@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -72,6 +74,19 @@ def test_rows_are_lent_filled_and_found():
     assert counts(world) == (5, 0, 3)
     assert not world.wrong
     world.plane.check_integrity()
+
+
+def test_a_store_into_lent_rows_that_has_ended_is_kept_nowhere():
+    world = World(cpu_setup(8), [])
+    lender = Lender(world)
+    stores = []
+    for number in range(3):
+        lender.borrow(1)
+        lender.fill(number)
+        stores.append(weakref.ref(world.plane._open.jobs[max(world.plane._open.jobs)]))
+        world.run_all()
+    gc.collect()
+    assert [store() for store in stores] == [None] * 3
 
 
 def test_a_key_that_is_there_or_on_its_way_gives_its_row_back_after_the_copy():
