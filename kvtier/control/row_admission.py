@@ -21,7 +21,6 @@ from kvtier.control.reservations import Reservation, Reservations
 from kvtier.control.state import ControlState
 from kvtier.control.tiers.slot_table import RETIRED
 from kvtier.types.jobs import MISSING, DropReason, dropped
-from kvtier.types.keys import OffloadKey
 
 NEVER = 1 << 120
 """An age that no request reaches."""
@@ -214,11 +213,6 @@ class RowAdmission:
             elif age in self._stores and self._stores[age].todo:
                 self._stores_waiting.add(age)
 
-    def on_change_below(self, keys: Sequence[OffloadKey]) -> None:
-        """A lower tier has these blocks now, or has them no more."""
-        if self.control.awaited.ages:
-            self.control.awaited.on_change(keys)
-
     @property
     def wanting(self) -> bool:
         """True if a load or a reservation lacks blocks that are not on their way yet."""
@@ -264,9 +258,10 @@ class RowAdmission:
             store.stop(dropped(DropReason.NO_ROW))
 
     def _serve_oldest(self, now: float) -> RowRequest | None:
-        for lower in self.control.lowers:
-            for _, keys in lower.index.changes:
-                self.on_change_below(keys)
+        if self.control.awaited.ages:
+            for lower in self.control.lowers:
+                for _, keys in lower.index.changes:
+                    self.control.awaited.on_change(keys)
         age, unserved, wanting = 0, False, False
         while True:
             age = min(self._loads.next(age, now), self._next_reservation(age, unserved, wanting))

@@ -47,7 +47,7 @@ class AwaitedKeys:
         self._changed.pop(age, None)
 
     def on_change(self, keys: Iterable[OffloadKey]) -> None:
-        """Something became of these blocks. Call it only if there are any `ages`."""
+        """Something became of these blocks. Without any `ages` it need not be called."""
         for key in keys:
             if key in self.ages:
                 self._changed.update(self.ages[key])

@@ -362,7 +362,7 @@ class ControlPlane(Recipient):
         """A shared tier's answer to a query. What was asked before a reset says nothing any more."""
         if query.epoch == self.control.epoch:
             self.control.lowers[query.position - 1].index.take_answers(query.keys, results, now)
-            self._admission.on_change_below(query.keys)
+            self.control.awaited.on_change(query.keys)
 
     def join(self, tiers: JoiningTiers, now: float) -> None:
         """Take in the lower tiers, which were held back: what they hold is found, and stores go to them.
