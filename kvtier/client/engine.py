@@ -95,11 +95,7 @@ class SchedulerClient:
 
     def wait_notes(self, timeout_seconds: float = OPEN_SECONDS) -> list[str]:
         """The notes of all workers, once they have connected. Raises ResourceError if one has not in time."""
-        until = time.monotonic() + timeout_seconds
-        while not self.core.noted:
-            if self._channel.closed or not self.wait(until - time.monotonic()):
-                raise ResourceError(f"a worker has not connected: {self._channel.fault or 'too late'}")
-            self.turn()
+        self._turn_until(lambda: self.core.noted, "a worker has not connected", timeout_seconds)
         return self.core.notes
 
     def join(self, manifest: bytes) -> None:
@@ -109,13 +105,19 @@ class SchedulerClient:
 
     def wait_joined(self, timeout_seconds: float = OPEN_SECONDS) -> None:
         """Wait until the stack process serves this engine. Raises ConfigError if it does not."""
+        core = self.core
+        self._turn_until(
+            lambda: core.joined or core.fault, "the stack process did not serve this engine", timeout_seconds
+        )
+        if core.fault:
+            raise ConfigError(f"the stack process does not serve this engine: {core.fault}")
+
+    def _turn_until(self, done: Callable[[], object], fault: str, timeout_seconds: float) -> None:
         until = time.monotonic() + timeout_seconds
-        while not self.core.joined and not self.core.fault:
+        while not done():
             if self._channel.closed or not self.wait(until - time.monotonic()):
-                raise ResourceError(f"the stack process did not serve this engine: {self._channel.fault or 'too late'}")
+                raise ResourceError(f"{fault}: {self._channel.fault or 'too late'}")
             self.turn()
-        if self.core.fault:
-            raise ConfigError(f"the stack process does not serve this engine: {self.core.fault}")
 
     def request(
         self, request_id: str, keys: Sequence[OffloadKey] = (), info: RequestInfo | None = None

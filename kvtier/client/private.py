@@ -91,38 +91,22 @@ class PrivateStack:
         self._stack = stack
         self._linger_seconds = linger_seconds
 
-    def start(self, restarts: Restarts | None = None) -> None:
+    def start(self, *, again: bool = False) -> None:
         """Start the process unless it is there. It serves for `linger_seconds` at least, in which the caller connects.
 
-        Blocks while it starts, up to a minute. Raises ConfigError if it cannot be started; with `restarts`
-        ResourceError if it is not there and must not be started yet.
+        `again`: it has ended, and is started as often as `restarts` allows. Blocks while it starts, up to a minute.
+        Raises ConfigError if it cannot be started, ResourceError if it must not be started again yet.
         """
         try:
             with locked_file(start_lock(self.path), START_SECONDS):
                 if is_listening(self.path):
                     return
-                if restarts is not None:
-                    restarts.begin()
+                if again:
+                    self.restarts.begin()
                 given = {"path": self.path, "linger_seconds": self._linger_seconds, "level": _log_level()}
                 _start({"stack": self._stack, **given})
         except OSError as error:
             raise ConfigError(f"{NOT_STARTED}: {error.strerror or error}", "stack") from error
-
-    def start_again(self) -> None:
-        """Start the process once it has ended, as often as `restarts` allows. Raises as `start`."""
-        self.start(self.restarts)
-
-
-def private_socket(
-    stack: str, folder: str = "", restarts: Restarts | None = None, linger_seconds: float = LINGER_SECONDS
-) -> str:
-    """The socket of the stack process of this user for this stack file; starts the process unless it is there.
-
-    Raises as `PrivateStack` and its `start`.
-    """
-    private = PrivateStack(stack, folder, linger_seconds)
-    private.start(restarts)
-    return private.path
 
 
 def runtime_folder(base: str = "") -> Path:

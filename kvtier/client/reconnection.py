@@ -144,7 +144,7 @@ class Reconnection:
         private = self._identity.private
         while True:
             if private is not None:
-                private.start_again()
+                private.start(again=True)
             if self._permitted or self._stopped:
                 break
             self._changed.wait(LONG_PAUSE_SECONDS)

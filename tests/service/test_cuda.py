@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from support_private import private_socket
 from support_service import NAMESPACE, PAGE, TestEngine, block_keys, on_disk, stack_process, stack_text, until
 
-from kvtier.client.private import private_socket
 from kvtier.config import parse_stack
 from kvtier.engines.process_stack import ProcessStack, open_engine_stack
 from kvtier.types.jobs import JobKind, JobResult

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from support_counts import full_alone
+from support_private import private_socket
 from support_service import TestEngine, kill_listener, peer_pid, stack_text, until
 
-from kvtier.client.private import private_socket
 from kvtier.config import parse_stack
 from kvtier.options import folders_of
 from kvtier.service.earlier_ranks import adopt_ranks

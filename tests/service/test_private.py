@@ -15,12 +15,13 @@ from types import SimpleNamespace
 
 import pytest
 from support_counts import full_alone
+from support_private import private_socket
 from support_served import served
 from support_service import TestEngine, peer_pid, stack_text, until
 
 from faults.machine import warm
 from kvtier.client import private
-from kvtier.client.private import HOUR_SECONDS, PrivateStack, Restarts, private_socket, runtime_folder
+from kvtier.client.private import HOUR_SECONDS, PrivateStack, Restarts, runtime_folder
 from kvtier.errors import ConfigError, ResourceError
 from kvtier.service import server
 from kvtier.service.channel import is_listening
@@ -143,7 +144,7 @@ def test_one_that_was_killed_is_in_nobodys_way(folder: str) -> None:
 
 def test_it_outlives_who_started_it_and_inherits_its_niceness_and_its_errors(folder: str) -> None:
     code = (
-        "import logging, os; from kvtier.client.private import private_socket\n"
+        "import logging, os; from support_private import private_socket\n"
         "logging.basicConfig(level=logging.INFO); os.nice(3)\n"
         "print(private_socket(sys.argv[1], sys.argv[2], linger_seconds=60.0))"
     )
@@ -226,7 +227,7 @@ def test_calls_that_seccomp_refuses_are_the_one_error(call: str, folder: str) ->
     code = (
         "import pyseccomp, ctypes, errno\n"
         "from support_service import TestEngine\n"
-        "from kvtier.client.private import private_socket\n"
+        "from support_private import private_socket\n"
         "from kvtier.errors import ConfigError\n"
         "filters = pyseccomp.SyscallFilter(pyseccomp.ALLOW)\n"
         "for name in sys.argv[3:]:\n"
@@ -250,7 +251,7 @@ def test_no_process_for_the_grandchild_is_the_one_error() -> None:
     user = 54321
     code = (
         "import os, resource\n"
-        "from kvtier.client.private import private_socket\n"
+        "from support_private import private_socket\n"
         "from kvtier.errors import ConfigError\n"
         f"os.setgid({user}); os.setuid({user})\n"
         "resource.setrlimit(resource.RLIMIT_NPROC, (2, 2))\n"
@@ -323,7 +324,7 @@ def test_a_read_only_root_with_one_writable_volume(folder: str) -> None:
     volume = Path(folder)
     code = (
         "import os; from support_service import TestEngine\n"
-        "from kvtier.client.private import private_socket\n"
+        "from support_private import private_socket\n"
         "from kvtier.errors import ConfigError\n"
         "try:\n"
         "    open('/tmp/kvtier-writable', 'w')\n"

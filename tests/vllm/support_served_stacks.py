@@ -29,10 +29,8 @@ class ServedStack:
         self.path = path
         self.restarts = Restarts()
 
-    def start(self, restarts: Restarts | None = None) -> None:
+    def start(self, *, again: bool = False) -> None:
         """It serves."""
-
-    start_again = start
 
 
 class ServedStacks:
