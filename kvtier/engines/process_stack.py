@@ -13,7 +13,7 @@ import secrets
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Self
 
 from kvtier.aio.weak_call import weak_call
 from kvtier.client.connection import Identity
@@ -39,9 +39,6 @@ from kvtier.types.requests import RequestInfo
 
 if TYPE_CHECKING:
     import torch
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 CLOSE_GRACE_SECONDS = 10.0
 _log = logging.getLogger(__name__)

@@ -147,12 +147,11 @@ class ServiceOptions(IdentifiedOptions):
 
 
 IdentifiedT = TypeVar("IdentifiedT", bound=IdentifiedOptions)
-ServiceT = TypeVar("ServiceT", bound=ServiceOptions)
 OF_A_TIER = frozenset(LowerTierOptions.model_fields) | {"drain_timeout_seconds", "stats_socket"}
 """Keys of a tier of the engine's own."""
 
 
-def read_service(own: type[ServiceT], given: Mapping[str, Any], release: EngineRelease) -> ServiceT:
+def read_service(own: type[IdentifiedT], given: Mapping[str, Any], release: EngineRelease) -> IdentifiedT:
     """The options of an engine at a service. Raises ConfigError as `read_identified`."""
     known, at = own.model_fields.keys() - OF_A_TIER, release.options
     if unknown := sorted(given.keys() - known):

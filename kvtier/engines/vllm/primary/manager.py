@@ -55,7 +55,6 @@ PATIENCE_SECONDS = 1.0
 
 _NOT_STORED = (LookupResult.MISS, LookupResult.RETRY)
 _ANSWERS = {result: Answer[result.name] for result in LookupResult}
-_log = logging.getLogger(__name__)
 
 
 class KVTierManager(OffloadingManager):  # type: ignore[misc]
