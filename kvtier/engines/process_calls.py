@@ -42,8 +42,9 @@ class ConnectedStack:
         return self._client
 
     def _client_for(self, keys: Sequence[OffloadKey]) -> StackClient:
-        """The client, for keys of the layout that messages hold. Raises UsageError for others."""
-        client = self._opened()
+        """The client, within a call for keys of the layout that messages hold. Raises UsageError for others."""
+        client = self._client
+        assert client is not None
         check_keys(keys, client.geometry.num_groups)
         check_wire_keys(keys)
         return client

@@ -254,7 +254,7 @@ class ProcessStack(ConnectedStack):
         Make it before the request's loads and stores. Without keys it begins when it is extended. Raises UsageError if
         a time is given: policies go by the clock of the stack process.
         """
-        client = self._opened()
+        client = self._opened() if keys is None else self._client_for(keys)
         check_text("a request's id", request_id)
         if request_id.startswith("\0"):
             raise UsageError("a request's id does not begin with a zero byte")
@@ -264,7 +264,6 @@ class ProcessStack(ConnectedStack):
             raise UsageError("the time of a request is the stack process's own; `open_stack` takes one")
         request = ProcessRequest(self, client.core.request(client.core.free_id(request_id), (), info))
         if keys is not None:
-            self._client_for(keys)
             request._extend(keys)
         return request
 
