@@ -80,7 +80,8 @@ async def read(address: str) -> StackReading:
     thread, call = DaemonPool("kvtier-top", 1), None
     try:
         call = thread.submit(_read_page if "://" in address else _read_socket, address)
-        return await asyncio.wait_for(asyncio.wrap_future(call), 2 * TIMEOUT_SECONDS)
+        async with asyncio.timeout(2 * TIMEOUT_SECONDS):  # `wait_for` of Python 3.11 may swallow a cancellation
+            return await asyncio.wrap_future(call)
     except (OSError, ValueError, http.client.HTTPException, ResourceError) as error:
         reason = "it does not end" if call and not call.done() else _reason(error)
         raise ResourceError(f"{address}: {reason}") from None

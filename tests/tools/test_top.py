@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.server
 import json
 import math
@@ -402,6 +403,19 @@ def test_a_page_that_is_broken_in_a_sample_of_kvtier_is_no_page() -> None:
     for parse in broken:
         with pytest.raises((ValueError, KeyError, IndexError, ResourceError)):
             parse()
+
+
+async def test_a_reading_is_cancelled_also_in_the_moment_that_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the live screen would go on after its key `q`."""
+    ended = asyncio.get_running_loop().create_future()
+    monkeypatch.setattr(source, "_read_socket", lambda path: reading(figures()))
+    monkeypatch.setattr(source.asyncio, "wrap_future", lambda call: ended)
+    task = asyncio.create_task(source.read("a socket"))
+    await asyncio.sleep(0)
+    ended.set_result(reading(figures()))
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
 def test_a_page_without_the_library_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
