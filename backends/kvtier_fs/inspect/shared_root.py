@@ -21,9 +21,10 @@ from kvtier_fs.format.tree_records import Tree
 from kvtier_fs.inspect.store import SHORT, FolderInspection, HeaderVerdict, SlotContent, judge_header, read_fault
 from kvtier_fs.options import SharedFSOptions
 from kvtier_fs.roots.folder import LOCK_NAME, plain_file
+from kvtier_fs.roots.private_tree import names_in
 from kvtier_fs.shared.block_file import MismatchedFile
 from kvtier_fs.shared.bucket import Bucket, BucketRules
-from kvtier_fs.shared.folder import GONE, LockBusy, TreeFolder, names_in, read_small, vanished
+from kvtier_fs.shared.folder import GONE, LockBusy, TreeFolder, read_small, vanished
 from kvtier_fs.shared.leases import LEASE_NAME, FolderLeases, decode_holder, this_process
 from kvtier_fs.shared.paths import (
     NAMESPACE_NAME,

@@ -30,7 +30,8 @@ from kvtier.tier.store_inspection import CheckedPage, Page, StoreInspection
 from kvtier_fs.format.superblock import FORMAT_VERSION, decode_superblock, foreign_version
 from kvtier_fs.format.tree_records import FILES_VERSION, decode_tree
 from kvtier_fs.roots.folder import SUPERBLOCK_NAME, GuardedFolder, manifest_name, plain_file
-from kvtier_fs.shared.folder import EPOCHS_NAME, names_in, read_small
+from kvtier_fs.roots.private_tree import names_in
+from kvtier_fs.shared.folder import EPOCHS_NAME, read_small
 from kvtier_fs.shared.paths import BUCKET_NAME
 
 SHORT = "truncated"

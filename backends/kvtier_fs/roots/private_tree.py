@@ -68,7 +68,7 @@ class PrivateTree:
     def _walk(self, folder_fd: int, where: str, make_private: bool) -> None:
         if where.count("/") > _DEPTH_MAX:
             raise self.refusal(f"folders in it are nested too deeply: {where}")
-        for name in _names(folder_fd):
+        for name in names_in(folder_fd):
             at = f"{where}{name!r}"
             with _opened(folder_fd, name) as (fd, status):
                 if status is None:
@@ -102,8 +102,12 @@ class PrivateTree:
         return RootError(self._path, f"others may write into it (mode {self._mode:04o}), and {reason}; {_ADVICE}")
 
 
-def _names(folder_fd: int) -> list[str]:
-    """The names in an open folder, through a descriptor of its own: copies share the place a listing has come to."""
+def names_in(folder_fd: int) -> list[str]:
+    """The names in an open folder, each once. Raises OSError.
+
+    Through a descriptor of its own: all copies of one share the place a listing has come to, so that two threads that
+    list the same open folder would each find some names missing and others twice.
+    """
     fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder_fd)
     try:
         return os.listdir(fd)

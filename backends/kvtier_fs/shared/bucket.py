@@ -23,8 +23,9 @@ from kvtier.types.jobs import PRESENT, BlockOutcome, DropReason, dropped
 from kvtier_fs.format.tree_records import decode_account, encode_account
 from kvtier_fs.io.syscalls import fallocate
 from kvtier_fs.roots.folder import keeps_free, open_plain, plain_file, write_all
+from kvtier_fs.roots.private_tree import names_in
 from kvtier_fs.shared.block_file import ExpectedBlock, MismatchedFile, Temporary, header_now, read_front, remove_if
-from kvtier_fs.shared.folder import GONE, LockBusy, TreeFolder, names_in, read_small, vanished, with_lock
+from kvtier_fs.shared.folder import GONE, LockBusy, TreeFolder, read_small, vanished, with_lock
 from kvtier_fs.shared.leases import FolderLeases
 from kvtier_fs.shared.paths import BLOCK_NAME, DISK_BLOCK_BYTES, LEAF_NAME, TEMPORARY_NAME, occupied
 

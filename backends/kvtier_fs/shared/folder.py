@@ -37,6 +37,7 @@ from kvtier_fs.roots.folder import (
     plain_file,
     write_all,
 )
+from kvtier_fs.roots.private_tree import names_in
 from kvtier_fs.shared.paths import BUCKET_NAME, TEMPORARY_NAME, bucket_name, leaves, occupied
 
 EPOCHS_NAME = "epochs"
@@ -86,19 +87,6 @@ def read_small(folder_fd: int, name: str) -> bytes:
             if error.errno != errno.ESTALE or not left:
                 raise
     return b""
-
-
-def names_in(folder_fd: int) -> list[str]:
-    """The names in an open folder, each once. Raises OSError.
-
-    Through a descriptor of its own: all copies of one share the place a listing has come to, so that two threads that
-    list the same open folder would each find some names missing and others twice.
-    """
-    fd = os.open(".", _FOLDER, dir_fd=folder_fd)
-    try:
-        return os.listdir(fd)
-    finally:
-        close_quietly(fd)
 
 
 def write_new(folder_fd: int, name: str, data: bytes) -> None:

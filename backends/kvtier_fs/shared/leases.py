@@ -14,7 +14,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from kvtier.tier.block_envelope import COUNTER_LIMIT
 from kvtier_fs.format.tree_records import LEASE_BYTES_MAX, decode_lease, encode_lease
 from kvtier_fs.roots.folder import Pid, ShortText, plain_file, write_all
-from kvtier_fs.shared.folder import names_in
+from kvtier_fs.roots.private_tree import names_in
 
 LEASE_NAME = re.compile(r"[0-9a-f]{16}")
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"

@@ -20,9 +20,10 @@ from kvtier_fs.io.contract import HeaderPages, IOEngine
 from kvtier_fs.io.full_transfer import FullTransferIO
 from kvtier_fs.io.probe import DirectProbe
 from kvtier_fs.options import SharedFSOptions
+from kvtier_fs.roots.private_tree import names_in
 from kvtier_fs.shared.block_file import Temporary
 from kvtier_fs.shared.bucket import FULL, Bucket, BucketRules
-from kvtier_fs.shared.folder import LockBusy, TreeFolder, names_in
+from kvtier_fs.shared.folder import LockBusy, TreeFolder
 from kvtier_fs.shared.leases import FolderLeases, Holder, this_process
 from kvtier_fs.shared.paths import DISK_BLOCK_BYTES, TEMPORARY_NAME
 

@@ -19,10 +19,11 @@ from support_fs_engine import FaultyEngine
 from kvtier.types.jobs import CORRUPT, LOADED, MISSING, PRESENT, STORED, BlockStatus, DropReason, dropped, failed
 from kvtier_fs.format.tree_records import decode_account, encode_account
 from kvtier_fs.io.contract import IOKind
+from kvtier_fs.roots.private_tree import names_in
 from kvtier_fs.shared import block_file
 from kvtier_fs.shared import bucket as bucket_module
 from kvtier_fs.shared.bucket import Bucket
-from kvtier_fs.shared.folder import names_in, with_lock
+from kvtier_fs.shared.folder import with_lock
 from kvtier_fs.shared.leases import FolderLeases, this_process
 from kvtier_fs.shared.root import FilesHooks
 
