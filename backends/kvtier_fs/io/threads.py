@@ -11,7 +11,6 @@ from queue import Empty, SimpleQueue
 from typing import ClassVar
 
 from kvtier.aio.daemon_pool import DaemonPool
-from kvtier.aio.loop_budget import TimeBudget
 from kvtier_fs.io.contract import IOKind, IORequest
 from kvtier_fs.io.loop_engine import Ended, LoopEngine
 
@@ -24,10 +23,8 @@ class ThreadsEngine(LoopEngine):
 
     name: ClassVar[str] = "threads"
 
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, threads: DaemonPool, depth: int, budget: TimeBudget | None = None
-    ) -> None:
-        super().__init__(loop, budget)
+    def __init__(self, loop: asyncio.AbstractEventLoop, threads: DaemonPool, depth: int) -> None:
+        super().__init__(loop)
         self.depth = depth
         self._threads = threads
         self._servers = 0
