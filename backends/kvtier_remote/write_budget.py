@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
 import struct
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 from kvtier.aio.boot_clock import BootClock, read_boot_clock
 from kvtier.aio.daemon_pool import DaemonPool
-from kvtier.aio.process_lock import keep_from_children, share_with_children
+from kvtier.aio.process_lock import locked_file
 from kvtier.errors import ConfigError
 from kvtier.tier.checksum import seal, unseal
 
@@ -76,18 +75,15 @@ class BudgetFile:
     def __init__(self, path: str) -> None:
         self.path = path
         self._fd = -1
+        self._locked = ExitStack()
 
     def open(self) -> bool:
         """Open and lock the file. False if another process has locked it; raises OSError."""
         with suppress(FileExistsError):
             os.mkdir(os.path.dirname(self.path), 0o700)
-        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        keep_from_children(fd)
-        self._fd = fd
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.close()
+            self._fd = self._locked.enter_context(locked_file(self.path))
+        except TimeoutError:
             return False
         return True
 
@@ -110,13 +106,7 @@ class BudgetFile:
 
     def close(self) -> None:
         """Unlock the file. Idempotent."""
-        if self._fd < 0:
-            return
-        fd, self._fd = self._fd, -1
-        with suppress(OSError):  # a child that C code forked has this descriptor too: closing ours is not enough
-            fcntl.flock(fd, fcntl.LOCK_UN)
-        share_with_children(fd)
-        os.close(fd)
+        self._locked.close()
 
 
 class ServerBudget:
@@ -247,11 +237,7 @@ class ServerBudget:
 
 def _open_file(path: str) -> BudgetFile | None:
     file = BudgetFile(path)
-    try:
-        return file if file.open() else None
-    except OSError:
-        file.close()
-        raise
+    return file if file.open() else None
 
 
 def _read_file(file: BudgetFile, clock: BootClock) -> tuple[int, int]:

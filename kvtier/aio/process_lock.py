@@ -37,8 +37,8 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 @contextmanager
-def locked_file(path: str, wait_seconds: float = 0.0) -> Iterator[None]:
-    """A file, made if it is absent, that is locked until the block ends.
+def locked_file(path: str, wait_seconds: float = 0.0) -> Iterator[int]:
+    """An open file, made if it is absent, that is locked until the block ends.
 
     Raises OSError, and TimeoutError if another process has it locked for so long.
     """
@@ -46,13 +46,13 @@ def locked_file(path: str, wait_seconds: float = 0.0) -> Iterator[None]:
     keep_from_children(fd)
     try:
         lock_file(fd, time.monotonic() + wait_seconds)
-        try:
-            yield
-        finally:
-            fcntl.flock(fd, fcntl.LOCK_UN)  # closing is not enough: a child that C code forked has it too
+        yield fd
     finally:
-        share_with_children(fd)
-        os.close(fd)
+        if fd in _locks:  # a forked child has closed it
+            with suppress(OSError):
+                fcntl.flock(fd, fcntl.LOCK_UN)  # closing is not enough: a child that C code forked has it too
+            share_with_children(fd)
+            os.close(fd)
 
 
 def lock_file(fd: int, deadline: float) -> None:
