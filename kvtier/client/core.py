@@ -43,6 +43,8 @@ RESULTS: dict[int | None, LookupResult] = {
     wire.LATE: LookupResult.MISS,
 }
 LENT_MIN = 64
+BEHIND_ITEMS_MAX = 256
+"""Items that wait for a process that does not read, until what is asked for is a miss."""
 FILLED_MAX = 1 << 16
 """Keys of the engine's own stores that are remembered: they are not stored once more while they are in a row."""
 LEASE_TURNS = 2
@@ -63,6 +65,8 @@ class EngineCore:
         self.stores = stores
         self._own_worker = own_worker
         self.out: list[Item] = []
+        self.is_behind = False
+        """True while the stack process does not read what was sent: little more is asked for."""
         self.connected = True
         self.joined = self.follows = self.joins = self.is_new = False
         self.manifest = b""
@@ -160,16 +164,23 @@ class EngineCore:
         if self.serves and not request.ended:
             known = request.states
             asked = [key for key in dict.fromkeys(keys) if key not in known]
+            if self._is_full:
+                known.update(dict.fromkeys(asked, wire.MISSING))
+                return
             if asked and not self._wanted:
                 self._want(self._ahead, self._needed)
             for first, part in split(asked):
                 more = first + len(part) < len(asked)
                 self.out.append(wire.Ask(request.id, self._expect(request, part), Keys.of(part), more))
 
+    @property
+    def _is_full(self) -> bool:
+        return self.is_behind and len(self.out) >= BEHIND_ITEMS_MAX
+
     def reserve(self, request: ClientRequest, keys: Sequence[OffloadKey]) -> None:
         """Have these keys brought into rows and leased; `served` says when that was answered."""
         request.reserved.update(dict.fromkeys(keys))
-        if self.serves and not request.ended:
+        if self.serves and not (request.ended or self._is_full):
             for _, part in split([key for key in dict.fromkeys(keys) if key not in request.leased]):
                 self.out.append(wire.Reserve(request.id, self._expect(request, part), Keys.of(part)))
 

@@ -34,7 +34,7 @@ ANSWERS = (*WITHIN_A_STEP, wire.Located, wire.Hinted, wire.FiguresPart, wire.Lef
 ANSWER_SECONDS = 1.0
 """How long such a call waits."""
 SILENCE_SECONDS = 5.0
-"""How long a stack process may owe an answer and send nothing before it is asked for a sign, and how long after that."""
+"""How long a stack process may owe an answer and send nothing before it is asked for a sign, and how long after it."""
 
 
 class SchedulerClient:
@@ -248,8 +248,9 @@ class SchedulerClient:
 
     def _send(self) -> None:
         core, channel = self.core, self._channel
-        if channel.waiting_bytes and not channel.flush():
-            return  # a process that reads nothing: what is to be sent is not encoded again and again
+        core.is_behind = bool(channel.waiting_bytes) and not channel.flush()
+        if core.is_behind:
+            return  # what is to be sent is not encoded again and again
         if core.out and channel.send(core.out):
             core.out = []
 

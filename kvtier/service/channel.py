@@ -232,7 +232,7 @@ def is_listening(path: str) -> bool:
         sock.settimeout(1.0)
         try:
             sock.connect(path)
-        except TimeoutError:
+        except (TimeoutError, BlockingIOError):  # it is slow to accept; many wait for that
             return True
         except OSError:
             return False

@@ -14,7 +14,7 @@ from kvtier.service import wire
 from kvtier.service.wire import LEASED, Keys, Places
 from kvtier.tier.contract import LookupResult
 from kvtier.types.gpu_runs import GPURuns
-from kvtier.types.jobs import BlockStatus, GPUGroup, JobKind, TransferJob
+from kvtier.types.jobs import STORED, BlockStatus, GPUGroup, JobKind, TransferJob
 from kvtier.types.keys import GroupIndex, JobId
 
 KEYS = block_keys(3)
@@ -284,3 +284,48 @@ def test_what_was_stored_since_it_was_asked_for_is_asked_for_anew() -> None:
     core.take_in([wire.Found(again.number, states, Places.of([8, 10], [1, 1]))])
     hit, miss = LookupResult.HIT, LookupResult.MISS
     assert [core.lookup(request, KEYS) for _ in range(2)] == [[hit, miss, hit]] * 2
+
+
+def test_a_request_of_the_same_id_ends_the_one_before() -> None:
+    """The stack process knows both by one name: what is leased to the first would be dropped with the second."""
+    core = served()
+    first = leased(core)
+    second = core.request("r", KEYS)
+    assert first.ended
+    assert [type(item) for item in core.out] == [wire.Drop, wire.Ask]
+    assert core.lookup(first, KEYS) == [LookupResult.MISS] * 3
+    core.out.clear()
+    core.reserve(first, KEYS)
+    core.ask(first, KEYS)
+    assert not core.out
+    assert core.free_id("r") not in ("r", core.free_id("r"))
+    second.end()
+    assert core.free_id("r") == "r"
+
+
+def test_a_reset_that_waits_for_the_engine_to_join_is_not_over() -> None:
+    core = served()
+    core.lose()
+    core.on_connected()
+    core.reset()
+    assert (core.resetting, core.resets_later) == (False, True)
+    core.take_in([wire.Notes(0, ["note"]), wire.Joined()])
+    assert (core.resetting, core.resets_later) == (True, False)
+    (reset,) = taken(core, wire.Reset)
+    assert isinstance(reset, wire.Reset)
+    core.take_in([wire.ResetDone(reset.number, "")])
+    assert (core.resetting, core.resets_later) == (False, False)
+
+
+def test_a_store_of_an_own_worker_ends_with_its_copy() -> None:
+    core = EngineCore(own_worker=True)
+    core.joins, core.manifest = True, MANIFEST
+    core.take_in([wire.Notes(0, ["note"]), wire.Joined(), wire.Lent(Places.of([8, 9, 10], [1, 1, 1]))])
+    part = core.begin_store(job(JobKind.STORE))
+    assert part is not None
+    core.lose()
+    core.take_in([wire.Ended(part.job_id, [(3, "failed", "", ESTALE)])])
+    assert take_results(core) == []
+    core.on_copied_alone(part.job_id, [STORED] * 3)
+    (result,) = take_results(core)
+    assert [outcome.status for outcome in result.outcomes[0]] == [BlockStatus.DROPPED] * 3

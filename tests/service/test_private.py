@@ -48,6 +48,18 @@ def python(code: str, *words: str) -> subprocess.CompletedProcess[str]:
 # -- life ----------------------------------------------------------------------------------------------------------
 
 
+def test_a_private_process_that_hangs_before_its_first_word_is_given_up(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hung = tmp_path / "python"
+    hung.write_text("#!/bin/sh\nexec sleep 60\n")
+    hung.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(hung))
+    monkeypatch.setattr(private, "START_SECONDS", 0.5)
+    with pytest.raises(ConfigError, match="does not begin within"):
+        PrivateStack(stack_text(), folder).start()
+
+
 def test_the_others_find_what_the_first_has_started_and_it_ends_after_the_last(folder: str) -> None:
     path = start(folder)
     with TestEngine(path) as one:
