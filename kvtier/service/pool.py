@@ -127,7 +127,9 @@ class Pool(TierStack):
         return compared or any(each.will_return_rows for each in self.sessions.values())
 
     async def close(self) -> None:
-        """Close, as a stack. Nothing joins any more."""
+        """Close, as a stack. Nothing joins any more, and nothing is stored of which no report has come."""
+        for session in self.sessions.values():
+            session.on_closing()
         for background in filter(None, (self._verifying, self._auditing)):
             background.cancel()
         for task in tuple(self._joins):

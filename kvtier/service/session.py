@@ -396,6 +396,11 @@ class Session:
         """The engine is served nothing any more. What it holds it holds until it gives it back."""
         self.shut = self.shut or reason
 
+    def on_closing(self) -> None:
+        """The pool closes. The engine uses its GPU blocks again once it knows, while workers still copy out of them."""
+        self.shut_out("the stack process ends")
+        self.copying.spoil_fills()
+
     def _ask_weights(self, item: wire.AskWeights, now: float) -> None:
         answer = self._weights.ask(item.number, self._notes.keys(), self._workers)
         if answer is None:

@@ -1,0 +1,67 @@
+"""What a stack process stores while it closes: only what had been copied when the engines were told."""
+
+from __future__ import annotations
+
+import asyncio
+
+from support_sessions import HandEngine, PoolWorld, names, pool_world
+
+from kvtier.service import wire
+from kvtier.testing.memory import MemoryStorage
+from kvtier.types.geometry import KVLayout
+
+TWO_WORKERS = KVLayout.of_pages(64, world_size=2)
+
+
+async def closing(world: PoolWorld) -> asyncio.Task[None]:
+    """The pool's closing, which has begun."""
+    task = asyncio.ensure_future(world.pool.close())
+    await world.turn()
+    assert not task.done(), "it waits for copies in flight"
+    return task
+
+
+async def found_later(storage: MemoryStorage, *numbers: int) -> bytes:
+    """What an engine of the next process is told of these keys."""
+    async with pool_world(lower=32, storage=storage, layout=TWO_WORKERS) as world:
+        engine = await world.engine()
+        (found,) = await engine.reserve("r", *numbers)
+        return found.states
+
+
+def fill(engine: HandEngine, place: tuple[int, int], *numbers: int) -> wire.Fill:
+    """The item that begins a copy."""
+    engine.job += 1
+    return wire.Fill(engine.job, wire.Keys.of(names(*numbers)), wire.Places.of(*zip(place, strict=True)))
+
+
+async def test_a_report_that_comes_after_the_engines_were_told_stores_nothing():
+    """The engine may have used its GPU blocks for others since."""
+    storage = MemoryStorage()
+    async with pool_world(lower=32, storage=storage, layout=TWO_WORKERS) as world:
+        engine = await world.engine(rows=8)
+        before = engine.fill(names(1))
+        engine.report(before, (1, 0))
+        begun, in_part = engine.fill(names(2)), engine.fill(names(3))
+        engine.report(in_part, (1, 0), worker=0)
+        ends = await closing(world)
+        engine.report(begun, (1, 0))
+        engine.report(in_part, (1, 0), worker=1)
+        await ends
+    assert await found_later(storage, 1, 2, 3) == bytes((wire.LEASED, wire.MISSING, wire.MISSING))
+
+
+async def test_a_copy_of_which_the_process_hears_while_it_closes_stores_nothing():
+    """The engine said so before it was told, and its workers may have reported it before that."""
+    storage = MemoryStorage()
+    async with pool_world(lower=32, storage=storage, layout=TWO_WORKERS) as world:
+        engine = await world.engine(rows=8)
+        places = engine.lent()
+        waits = engine.fill(names(1))
+        engine.report(engine.job + 1, (1, 0), worker=0)
+        ends = await closing(world)
+        engine.send(fill(engine, places.pop(), 2))
+        engine.report(engine.job, (1, 0), worker=1)
+        engine.report(waits, (1, 0))
+        await ends
+    assert await found_later(storage, 1, 2) == bytes((wire.MISSING, wire.MISSING))
