@@ -103,7 +103,7 @@ class Pool(TierStack):
 
     def begin_audit(self) -> None:
         """Compare rows with their checksums from now on."""
-        self._audit = RowAudit(self.plane, self.geometry)
+        self._audit = RowAudit(self.plane, lambda: self.geometry)
         auditing = audit_rows(self._audit, self._rows, self._leased_rows, self._audit_step)
         self._auditing = self._loop.create_task(auditing, name="kvtier audit rows")
         self._auditing.add_done_callback(self._on_background_end)

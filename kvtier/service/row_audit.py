@@ -53,7 +53,8 @@ class RowAudit:
     `blamed` are the sessions that have filled too many rows which were changed afterwards.
     """
 
-    def __init__(self, plane: ControlPlane, geometry: Geometry) -> None:
+    def __init__(self, plane: ControlPlane, geometry: Callable[[], Geometry]) -> None:
+        """`geometry` is that of now: the first engine that joins may bring shorter blocks than its greeting named."""
         self.taken: list[AuditedRow] = []
         self.blamed: set[int] = set()
         self._changed = Counter[int]()
@@ -71,12 +72,12 @@ class RowAudit:
     def take(self, leased: Iterable[int]) -> None:
         """Take the rows that are next."""
         table, taken, size = self._control.cpu.table, dict[int, AuditedRow](), 0
-        most = max(1, len(table) // SHARE)
+        most, geometry = max(1, len(table) // SHARE), self._geometry()
         for row in chain(islice(leased, LEASED_AT_ONCE), self._next_rows()):
             key = table.keys[row]
             if table.state[row] != READY or key is None or row in taken:
                 continue
-            taken[row] = AuditedRow(row, table.generation[row], self._geometry.aligned_bytes(key_group(key)))
+            taken[row] = AuditedRow(row, table.generation[row], geometry.aligned_bytes(key_group(key)))
             size += taken[row].nbytes
             if size >= BYTES_AT_ONCE or len(taken) >= most:
                 break

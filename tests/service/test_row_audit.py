@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from support_served import Served, served
 from support_service import PAGE, TestEngine, block_keys, stack_text, until
 
+from kvtier.client.connection import Identity
+from kvtier.client.engine import SchedulerClient
+from kvtier.client.worker import WorkerClient
 from kvtier.control.tiers.slot_table import READY
 from kvtier.service import row_audit
-from kvtier.tier.contract import LookupResult, Rows
-from kvtier.types.jobs import JobKind
+from kvtier.tier.contract import LookupResult, Rows, TierContext
+from kvtier.tier.registry import discover
+from kvtier.types.geometry import Geometry, KVLayout
+from kvtier.types.gpu_runs import GPURuns
+from kvtier.types.jobs import GPUGroup, JobKind, TransferJob
+from kvtier.types.keys import GroupIndex, JobId
+from kvtier.types.namespace import Namespace
 
 ROWS = 16
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
@@ -138,3 +149,56 @@ def test_rows_that_a_disk_has_filled_since_are_held_against_nobody(
             scribble(service, brought)
             until(lambda: corrupt(service) == 4, "they are found")
             assert engine.load(range(124, 128), "later") == ["hit"] * 4, "it is served"
+
+
+GREETED, MEASURED = KVLayout.of_pages(2 * PAGE), KVLayout.of_pages(PAGE)
+
+
+class MeasuringWorker(WorkerClient):
+    """A worker that has measured its blocks, as vLLM's does: they are shorter than its greeting named."""
+
+    async def _open_rows(self, link):
+        namespace = self._identity.namespace
+        context = TierContext(
+            "gpu",
+            Geometry(namespace.layout, link.welcome.alignment),
+            namespace,
+            time.monotonic,
+            worker=0,
+            kv_caches=self._tensors,
+        )
+        geometry, rows = link.attach(context)
+        await self._gpu.open(replace(context, geometry=replace(geometry, layout=MEASURED), rows=rows))
+
+
+def test_rows_of_an_engine_that_joins_with_shorter_blocks_than_it_greeted_with_are_intact(
+    service: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: set[int] = set()
+    end = row_audit.RowAudit.end
+
+    def ended(audit: row_audit.RowAudit, intact: list[bool]) -> None:
+        compared.update(each.row for each in audit.taken)
+        end(audit, intact)
+
+    monkeypatch.setattr(row_audit.RowAudit, "end", ended)
+    identity = Identity(service.path, Namespace(GREETED, model="m"), "e", "1" * 32)
+    gpu = discover().get("gpu")
+    cache = torch.arange(8, dtype=torch.uint8).repeat(PAGE, 1).T.contiguous()
+    worker = MeasuringWorker(identity, [cache], gpu(gpu.Options(type="gpu")))
+    client = SchedulerClient(identity, complete=False)
+    try:
+        client.wait_notes(30)
+        client.join(Namespace(MEASURED, model="m").manifest().encode())
+        client.wait_joined(30)
+        client.request("keep")
+        until(lambda: client.turn() is None and client.core.room >= 8, "rows are lent")
+        groups = (GPUGroup(GroupIndex(0), block_keys(8), GPURuns.whole(list(range(8)))),)
+        worker.begin(client.core.begin_store(TransferJob(JobId(0), JobKind.STORE, groups)), client.life)
+        until(lambda: client.turn() is None and client.core.ended, "they are stored")
+        until(lambda: len(compared) >= 8, "each was compared")
+        assert corrupt(service) == 0
+        assert not any(session.shut for session in service.server.pool.sessions.values())
+    finally:
+        worker.close()
+        client.close()
