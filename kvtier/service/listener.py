@@ -8,8 +8,10 @@ import logging
 import signal
 import socket
 import struct
+from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,8 +22,16 @@ from kvtier.stack.watching.socket_file import SocketFile
 
 CONNECTIONS_MAX = 1024
 """Connections, those that greet and processes that may still copy. More are closed unread."""
-GREETINGS_PER_SECOND = 4.0
+GREETINGS_PER_SECOND = 64.0
 """Greetings that are read, on average; at once `CONNECTIONS_MAX`."""
+PROCESS_AT_ONCE, PROCESS_PER_SECOND = 512, 1.0
+"""The same of one process: others find room whatever it does."""
+REFUSAL_COST = 8
+"""Greetings that one counts for which was refused: processes of an engine try again for as long as they live."""
+FOREIGN_PER_SECOND = GREETINGS_PER_SECOND / 2
+"""Greetings of a user's processes in other PID namespaces, on average: these cannot be told apart."""
+PROCESSES_MAX = 1024
+"""Processes whose greetings are counted; those of one that is forgotten count again from none."""
 REST_SECONDS = 1.0
 """How long no connection is accepted after the process had no descriptor for one."""
 _ACCEPTED_AT_ONCE = 8
@@ -29,6 +39,49 @@ _ACCEPTED_AT_ONCE = 8
 _log = logging.getLogger(__name__)
 
 Greet = Callable[[socket.socket], Coroutine[Any, Any, None]]
+Process = tuple[int, int]
+"""(process, user) at the other end of a connection; process 0 is in another PID namespace."""
+
+
+@dataclass(slots=True)
+class Budget:
+    """Greetings that are left at a time, in seconds; they are earned at a rate up to a bound."""
+
+    left: float
+    at: float
+
+    def earn(self, now: float, per_second: float, most: float) -> None:
+        """It is `now`."""
+        self.left = min(most, self.left + (now - self.at) * per_second)
+        self.at = now
+
+
+class GreetingRates:
+    """Bounds the greetings that are read: of each process, so that none takes what others need, and of all."""
+
+    def __init__(self) -> None:
+        self._all = Budget(float(CONNECTIONS_MAX), 0.0)
+        self._of: OrderedDict[Process, Budget] = OrderedDict()
+
+    def take(self, process: Process, now: float) -> bool:
+        """True if this process may greet now: that is counted."""
+        own = self._of.setdefault(process, Budget(float(PROCESS_AT_ONCE), now))
+        self._of.move_to_end(process)
+        if len(self._of) > PROCESSES_MAX:
+            self._of.popitem(last=False)
+        own.earn(now, PROCESS_PER_SECOND if process[0] else FOREIGN_PER_SECOND, PROCESS_AT_ONCE)
+        self._all.earn(now, GREETINGS_PER_SECOND, CONNECTIONS_MAX)
+        if own.left < 1 or self._all.left < 1:
+            return False
+        own.left -= 1
+        self._all.left -= 1
+        return True
+
+    def on_refused(self, process: Process) -> None:
+        """What it greeted with was refused, and so may be what it greets with next."""
+        if process[0] and process in self._of:
+            own = self._of[process]
+            own.left = max(0.0, own.left - REFUSAL_COST + 1)
 
 
 class Listener:
@@ -46,8 +99,7 @@ class Listener:
         self._num_watched = num_watched
         self._on_change = on_change
         self._greeting: set[asyncio.Task[None]] = set()
-        self._greetings_left = float(CONNECTIONS_MAX)
-        self._greeted_at = 0.0
+        self._rates = GreetingRates()
         self._file: SocketFile | None = None
         self._resting: asyncio.TimerHandle | None = None
 
@@ -96,7 +148,8 @@ class Listener:
             self._loop.remove_reader(self._file.fd)
 
     def _begin_greeting(self, sock: socket.socket) -> None:
-        if not self._has_room():
+        taken = len(self._greeting) + self._num_watched()
+        if taken >= CONNECTIONS_MAX or not self._rates.take(peer_of(sock), self._loop.time()):
             sock.close()
             return
         sock.setblocking(False)
@@ -105,16 +158,9 @@ class Listener:
         task.add_done_callback(self._on_greeted)
         self._on_change()
 
-    def _has_room(self) -> bool:
-        """True if one connection more may greet: a process that connects again and again costs others little."""
-        now = self._loop.time()
-        earned = (now - self._greeted_at) * GREETINGS_PER_SECOND
-        self._greetings_left = min(float(CONNECTIONS_MAX), self._greetings_left + earned)
-        self._greeted_at = now
-        if self._greetings_left < 1 or len(self._greeting) + self._num_watched() >= CONNECTIONS_MAX:
-            return False
-        self._greetings_left -= 1
-        return True
+    def on_refused(self, sock: socket.socket) -> None:
+        """The greeting of a connection was refused: its process has fewer of them."""
+        self._rates.on_refused(peer_of(sock))
 
     def _on_greeted(self, task: asyncio.Task[None]) -> None:
         self._greeting.discard(task)
@@ -139,8 +185,8 @@ class Listener:
             self._file.release()
 
 
-def peer_of(sock: socket.socket) -> tuple[int, int]:
-    """(process, user) at the other end; process 0 is in another PID namespace."""
+def peer_of(sock: socket.socket) -> Process:
+    """The process at the other end."""
     pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return pid, uid
 

@@ -225,6 +225,7 @@ class StackServer:
                 return
             fault = self._fault(sock, hello, descriptors) or await self._open_pool(hello)
             if fault:
+                self._listener.on_refused(sock)
                 with suppress(OSError):
                     send_greeting(sock, Refused(fault[: wire.TEXT_CHARACTERS_MAX]))
                 _log.warning("a process is not served: %s", fault)

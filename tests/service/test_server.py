@@ -249,6 +249,52 @@ def test_greetings_have_a_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             assert other.load(range(4)) == ["hit"] * 4
 
 
+def test_a_process_that_is_refused_again_and_again_leaves_others_their_greetings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listener, "GREETINGS_PER_SECOND", 0.0)
+    monkeypatch.setattr(listener, "PROCESS_PER_SECOND", 0.0)
+    monkeypatch.setattr(listener, "CONNECTIONS_MAX", 40)
+    monkeypatch.setattr(listener, "PROCESS_AT_ONCE", 20)
+    code = (
+        f"import sys; sys.path[:0] = [{SUPPORT!r}, {str(Path(__file__).parent)!r}]\n"
+        "from test_server import greet\n"
+        "read = 0\n"
+        "for _ in range(100):\n"
+        "    try:\n"
+        "        sock, _ = greet(sys.argv[1], 'no role')\n"
+        "    except OSError:\n"
+        "        continue\n"
+        "    read += 1\n"
+        "    sock.close()\n"
+        "print(read)\n"
+    )
+    with served(tmp_path) as found, TestEngine(found.path) as engine:
+        refused = warm.run([sys.executable, "-c", code, found.path], timeout=60, stdout=subprocess.PIPE, text=True)
+        assert refused.stdout == "3\n", "it is read until its own greetings are used up"
+        assert engine.store(range(4)) == ["stored"] * 4
+        with TestEngine(found.path) as other:
+            assert other.load(range(4)) == ["hit"] * 4
+
+
+def test_greetings_of_processes_that_cannot_be_told_apart_have_a_rate_of_their_own() -> None:
+    rates, now = listener.GreetingRates(), 0.0
+    while rates.take((0, 7), now):
+        rates.on_refused((0, 7))
+    for _ in range(100):
+        now += 1.0
+        read = sum(rates.take((0, 7), now) for _ in range(1000))
+        assert read == listener.FOREIGN_PER_SECOND
+        assert rates.take((4711, 7), now)
+
+
+def test_processes_whose_greetings_are_counted_have_a_bound() -> None:
+    rates = listener.GreetingRates()
+    for process in range(1, 3 * listener.PROCESSES_MAX):
+        rates.take((process, 7), 0.0)
+    assert len(rates._of) == listener.PROCESSES_MAX
+
+
 def test_without_descriptors_it_rests_and_accepts_again(tmp_path: Path) -> None:
     stack = tmp_path / "stack.yaml"
     stack.write_text(stack_text())
