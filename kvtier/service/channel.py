@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import math
 import os
 import socket
 from collections import deque
@@ -85,12 +86,17 @@ class Channel:
     more. Messages of both directions are numbered from 0, so that a lost one is seen.
     """
 
-    def __init__(self, sock: socket.socket, theirs: Codec, outbox_bytes_max: int) -> None:
-        """`sock` is connected, and the channel's from here on. `theirs` decodes what the peer sends."""
+    def __init__(
+        self, sock: socket.socket, theirs: Codec, outbox_bytes_max: int, send_bytes_max: float = math.inf
+    ) -> None:
+        """`sock` is connected, and the channel's from here on. `theirs` decodes what the peer sends.
+
+        `outbox_bytes_max` are bytes that may wait, and `send_bytes_max` those of one `send` while nothing waits.
+        """
         sock.setblocking(False)
         self._sock = sock
         self._theirs = theirs
-        self._most = outbox_bytes_max
+        self._most, self._send_most = outbox_bytes_max, send_bytes_max
         self._outbox: deque[bytes] = deque()
         self._waiting = self._sent = self._received = 0
         self._inbox = _Inbox(sock.fileno())
@@ -115,7 +121,7 @@ class Channel:
             return False
         messages = Codec.encode(items, self._sent)
         size = sum(map(len, messages))
-        if self._waiting + size > self._most and self._waiting:
+        if self._waiting + size > (self._most if self._waiting else self._send_most):
             return False
         self._sent += len(messages)
         self._outbox.extend(messages)

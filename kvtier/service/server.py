@@ -47,6 +47,8 @@ from kvtier.types.namespace import Namespace
 
 OUTBOX_BYTES_MAX = 1 << 20
 """Bytes that wait for an engine which does not read; its connection is closed then."""
+SEND_BYTES_MAX = 16 << 20
+"""Bytes of one step for an engine that has read all before: rows lent, and outcomes of large jobs."""
 MESSAGES_AT_ONCE = 8
 """Messages of a connection that are read in one turn of the loop."""
 GREETING_SECONDS = 5.0
@@ -312,7 +314,7 @@ class StackServer:
             os.close(pidfd)
             self._end_if_gone(engine)
             return
-        channel = Channel(sock, FROM_ENGINE if schedules else FROM_WORKER, OUTBOX_BYTES_MAX)
+        channel = Channel(sock, FROM_ENGINE if schedules else FROM_WORKER, OUTBOX_BYTES_MAX, SEND_BYTES_MAX)
         peer = Peer(channel, engine, None if schedules else hello.participant, pidfd)
         if self._kept is not None and not schedules:
             self._workers[pidfd] = worker_of(hello.token, hello.participant, peer_of(sock)[0])

@@ -158,6 +158,7 @@ class Session:
         self._reads_only = False
         self._figures_at = -math.inf
         self._figures_due = False
+        self._figures_asked: int | None = None
         self._resets: list[int] = []
         self._resets_begun = 0
         self._loads_known = 0
@@ -253,7 +254,8 @@ class Session:
             self._host.send_figures(self)
 
     def _ask_figures(self, item: wire.AskFigures, now: float) -> None:
-        self._host.send_all_figures(self, item.number)
+        """Answer the last of those of one turn: a document is a thousand times as long as the item that asks for it."""
+        self._figures_asked = item.number
 
     def _ask_events(self, item: wire.AskEvents, now: float) -> None:
         if self.is_engine and self.events is None:
@@ -422,6 +424,7 @@ class Session:
             self._items
             or self._questions
             or self._figures_due
+            or self._figures_asked is not None
             or self.events
             or self.leasing.has_work
             or self.copying.has_work(self._wanted)
@@ -445,6 +448,9 @@ class Session:
         """Answer what waited, begin reservations. True if the control plane is to be pumped again."""
         if self._figures_due and not self.copying.is_busy:
             self._send_figures(now)
+        if self._figures_asked is not None:
+            number, self._figures_asked = self._figures_asked, None
+            self._host.send_all_figures(self, number)
         return self.leasing.advance(now)
 
     def take_back(self, rows: int, for_loans: bool) -> int:

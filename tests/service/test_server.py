@@ -28,7 +28,7 @@ from kvtier.errors import ConfigError, ResourceError
 from kvtier.service import listener, wire
 from kvtier.service import server as module
 from kvtier.service.channel import Channel, receive_greeting, send_greeting
-from kvtier.service.wire import GREETING, PROTOCOLS, TO_ENGINE, Hello, Refused, Welcome
+from kvtier.service.wire import FROM_ENGINE, GREETING, PROTOCOLS, TO_ENGINE, Hello, Refused, Welcome
 from kvtier.tier.contract import LookupResult
 
 SUPPORT = str(Path(__file__).parents[1] / "support")
@@ -186,6 +186,25 @@ def test_an_engine_that_does_not_read_is_shut_out_and_others_are_served(
         until(lambda: channel.closed or not channel.flush() or channel.receive() or channel.closed, "it is closed")
         worker.close()
         channel.close()
+
+
+def test_what_is_sent_at_once_has_a_bound_too() -> None:
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    channel = Channel(one, FROM_ENGINE, 1 << 10, 1 << 20)
+    reader = Channel(other, TO_ENGINE, 1 << 10)
+    part = wire.FiguresPart(1, b"x" * (32 << 10), last=False)
+    assert not channel.send([part] * 40)
+    assert not channel.waiting_bytes, "nothing of it was kept"
+    assert channel.send([part] * 20)
+    assert channel.waiting_bytes, "the socket has no room for all of it"
+    assert not channel.send([part])
+    received = 0
+    while received < 20:
+        received += len(reader.receive())
+        channel.flush()
+    assert channel.send([part])
+    channel.close()
+    reader.close()
 
 
 def engines(found: object) -> list[module.Engine]:

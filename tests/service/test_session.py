@@ -697,3 +697,14 @@ async def test_figures_before_a_rest_have_all_copies_in_them():
         assert last["kvtier_stored_blocks_total", ("cpu",)].values == [2.0]
         engine.send(wire.AskStats(rests=True))
         assert engine.take(wire.Stats)[-1].last
+
+
+async def test_figures_are_sent_once_in_a_turn_however_often_they_are_asked_for():
+    async with pool_world() as world:
+        engine = await world.engine()
+        engine.send(*(wire.AskFigures(number) for number in range(1000)))
+        parts = engine.take(wire.FiguresPart)
+        assert {part.number for part in parts} == {999}
+        assert [part.last for part in parts].count(True) == 1
+        engine.send(wire.AskFigures(7))
+        assert {part.number for part in engine.take(wire.FiguresPart)} == {7}
