@@ -24,6 +24,7 @@ from kvtier.service.kept_memory import FormerWorkers, KeptMemory, worker_of
 from kvtier.service.listener import Listener, peer_of, pidfd_fault, readable
 from kvtier.service.namespaces import read_namespace
 from kvtier.service.pool import Pool, opening_fault
+from kvtier.service.refusal_log import RefusalLog
 from kvtier.service.row_table import Worker
 from kvtier.service.session import Session
 from kvtier.service.wire import (
@@ -153,6 +154,7 @@ class StackServer:
     def open(self) -> None:
         """Listen. Raises ResourceError if the path is not free, ConfigError if its group cannot be set."""
         self._loop = asyncio.get_running_loop()
+        self._refusals = RefusalLog(_log, self._loop.time)
         self._listener.open(self._patience_seconds)
         if self._kept is not None:
             self._former = FormerWorkers(self._kept.former, self._on_former_gone)
@@ -218,7 +220,7 @@ class StackServer:
                 hello, descriptors = receive_greeting(sock, GREETING)
             except (OSError, KVTierError) as error:
                 if not isinstance(error, ConnectionResetError):  # one that only looked whether a process listens
-                    _log.warning("a connection did not begin with a greeting: %s", error)
+                    self._refusals.tell(f"a connection did not begin with a greeting: {error}")
                 return
             for fd in descriptors:
                 undo.callback(os.close, fd)
@@ -227,10 +229,11 @@ class StackServer:
                 return
             fault = self._fault(sock, hello, descriptors) or await self._open_pool(hello)
             if fault:
+                fault = fault[: wire.TEXT_CHARACTERS_MAX]
                 self._listener.on_refused(sock)
+                self._refusals.tell(f"a process is not served: {fault}", getattr(hello, "token", ""))
                 with suppress(OSError):
-                    send_greeting(sock, Refused(fault[: wire.TEXT_CHARACTERS_MAX]))
-                _log.warning("a process is not served: %s", fault)
+                    send_greeting(sock, Refused(fault))
                 return
             undo.pop_all()
         self._welcome(sock, hello, descriptors[0])

@@ -361,6 +361,24 @@ def test_another_user_is_refused() -> None:
         assert engine.look(range(4)) == [LookupResult.HIT] * 4
 
 
+def test_an_engine_that_tries_again_after_it_was_refused_is_one_line_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with served(tmp_path) as found:
+        for _ in range(20):
+            sock, answer = greet(found.path, "no role", "same")
+            assert isinstance(answer, Refused)
+            sock.close()
+        for _ in range(20):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+                sock.settimeout(20)
+                sock.connect(found.path)
+                sock.send(b"garbage")
+                assert sock.recv(1) == b""
+    for subject in ("is not served", "did not begin"):
+        assert len([line for line in caplog.messages if subject in line]) == 1
+
+
 def test_one_that_is_connected_already_is_refused(tmp_path: Path) -> None:
     with served(tmp_path) as found:
         one, first = greet(found.path, "worker", "same")
