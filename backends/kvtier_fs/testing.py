@@ -170,7 +170,8 @@ class FaultyEngine(IOEngine):
     async def close(self, timeout_seconds: float) -> int:
         """Wait for every request, held ones included. Returns how many have not ended at the deadline."""
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), timeout_seconds)
+            async with asyncio.timeout(timeout_seconds):
+                await self._idle.wait()
         if not self.in_flight:
             self.after_turn = None  # it refers to the rows, and a FaultyIO keeps its engines
         return self.in_flight

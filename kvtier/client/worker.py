@@ -324,7 +324,8 @@ class WorkerConnection:
         if link is not None:
             if link.copies:  # their tasks have yet to see that the tier has let them go
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(link.idle.wait(), END_SECONDS)
+                    async with asyncio.timeout(END_SECONDS):
+                        await link.idle.wait()
             if link.copies:
                 _log.error("%d copies have not ended: their rows are held until this process exits", link.copies)
             link.close()

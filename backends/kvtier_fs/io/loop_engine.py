@@ -195,7 +195,8 @@ class LoopEngine(IOEngine):
     async def close(self, timeout_seconds: float) -> int:
         self._check_process()
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), timeout_seconds)
+            async with asyncio.timeout(timeout_seconds):
+                await self._idle.wait()
         if not self.in_flight and self._event is not None:
             await self._release()
             self._stop_listening()

@@ -73,7 +73,8 @@ class ObjectTransport:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_seconds
         try:
-            await asyncio.wait_for(self._none_in_flight.wait(), timeout_seconds)
+            async with asyncio.timeout(timeout_seconds):
+                await self._none_in_flight.wait()
         except TimeoutError:
             return self._in_flight
         self._give_up()

@@ -117,7 +117,8 @@ class ModelFiles:
         """
         for model in self._models:
             try:
-                saved = await asyncio.wait_for(self._threads.run(read, self._folder, model.NAME), timeout_seconds)
+                async with asyncio.timeout(timeout_seconds):
+                    saved = await self._threads.run(read, self._folder, model.NAME)
                 if saved is not None:
                     model.restore(saved)
             except (OSError, ValueError, TimeoutError) as error:
@@ -134,7 +135,8 @@ class ModelFiles:
     async def _restore_budgets(self, timeout_seconds: float) -> None:
         for budget in self._budgets:
             try:
-                saved = await asyncio.wait_for(self._threads.run(read, self._folder, budget.name), timeout_seconds)
+                async with asyncio.timeout(timeout_seconds):
+                    saved = await self._threads.run(read, self._folder, budget.name)
                 if saved is not None:
                     budget.restore(saved)
             except (OSError, ValueError, TimeoutError) as error:
