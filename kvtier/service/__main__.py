@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from kvtier.errors import KVTierError
+from kvtier.service.queued_log import log_to_stderr
 
 
 class Starter:
@@ -50,7 +51,7 @@ def main() -> None:
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
-    logging.basicConfig(level=given["level"], format="kvtier[%(process)d] %(levelname)s %(message)s")
+    log_to_stderr("kvtier[%(process)d] %(levelname)s %(message)s", given["level"])
     from kvtier.service.run import PrivateLife, serve
 
     try:

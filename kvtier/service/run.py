@@ -19,6 +19,7 @@ from kvtier.service.channel import start_lock
 from kvtier.service.crash_file import CrashFile
 from kvtier.service.earlier_ranks import adopt_ranks
 from kvtier.service.kept_memory import KeptMemory
+from kvtier.service.queued_log import flush_logs
 from kvtier.service.server import StackServer
 from kvtier.service.service_manager import ServiceManager
 from kvtier.stack.signals import ClosingSignals
@@ -63,7 +64,7 @@ async def _serve(config: StackConfig, path: str, private: PrivateLife | None, wa
         async with server:
             if private is not None:  # the process before at this path uses none of them any more
                 config = adopt_ranks(config, _log.warning)
-            ClosingSignals(asyncio.get_running_loop(), server.close).install((signal.SIGTERM, signal.SIGINT))
+            ClosingSignals(asyncio.get_running_loop(), partial(_close, server)).install((signal.SIGTERM, signal.SIGINT))
             server.crash = crash = CrashFile(path)
             asyncio.get_running_loop().set_exception_handler(partial(_on_exception, crash))
             _log.info("the stack is served at %s", path)
@@ -75,6 +76,14 @@ async def _serve(config: StackConfig, path: str, private: PrivateLife | None, wa
                 server.ends_with_engines = True
                 private.on_listening()
                 await _linger(server, path, private.linger_seconds)
+
+
+async def _close(server: StackServer) -> None:
+    """Close before a signal ends the process, which then writes no more."""
+    try:
+        await server.close()
+    finally:
+        flush_logs()
 
 
 def _on_exception(crash: CrashFile, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -1,6 +1,5 @@
 """`kvtier serve`: a stack in a process of its own, which several engines of a host share."""
 
-import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -12,6 +11,7 @@ from kvtier.client.private import runtime_folder
 from kvtier.config.load import parse_stack
 from kvtier.config.strict_yaml import read_text
 from kvtier.errors import ConfigError
+from kvtier.service.queued_log import log_to_stderr
 from kvtier.service.run import serve as serve_stack
 from kvtier.service.supervisor import supervise
 from kvtier.stack import StackStats
@@ -57,7 +57,7 @@ def serve(stack: str, path: str | None, metrics: tuple[str, int] | None, keep_ro
     if keep_rows:
         page_at = [] if metrics is None else ["--metrics", "[{}]:{}".format(*metrics)]
         supervise(["serve", stack, "--socket", place, *page_at])
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    log_to_stderr("%(asctime)s %(levelname)s %(message)s")
 
     def page(stats: Callable[[], StackStats]) -> AbstractContextManager[object]:
         return nullcontext() if metrics is None else metrics_page(stats, *metrics, "--metrics")
