@@ -9,14 +9,20 @@ import msgspec
 
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.service.wire import WireError
+from kvtier.types.geometry import KVLayout
 from kvtier.types.keys import OffloadKey
 from kvtier.types.namespace import DIGEST_BYTES, FORMAT_VERSION, Namespace
 
 NAMESPACES_MAX = 2
+WORKERS_MAX = FACTOR_MAX = 4096
+"""Workers of an engine, and GPU blocks of an offloaded block: a stack has something for each of them."""
+PAGES_MAX = 1 << 16
+"""GPU blocks of a group in a row, those of all workers that store."""
 
 
 def read_namespace(manifest: bytes) -> Namespace:
-    """The namespace whose `manifest` this is. Raises WireError for anything else, with every byte compared."""
+    """The namespace whose `manifest` this is. Raises WireError for anything else, with every byte compared, and for a
+    layout beyond the bounds of a stack process."""
     try:
         fields = json.loads(manifest)
         if not isinstance(fields, dict) or fields.pop("format_version", None) != FORMAT_VERSION:
@@ -26,7 +32,17 @@ def read_namespace(manifest: bytes) -> Namespace:
         raise WireError(f"what a peer sent is no namespace: {error}") from error
     if namespace.manifest().encode() != manifest:
         raise WireError("what a peer sent is no namespace in its canonical form")
+    _check_bounds(namespace.layout)
     return namespace
+
+
+def _check_bounds(layout: KVLayout) -> None:
+    workers, factor = layout.world_size, layout.block_size_factor
+    if workers > WORKERS_MAX or factor > FACTOR_MAX or layout.num_copies * factor > PAGES_MAX:
+        raise WireError(
+            f"a layout of {workers} workers and a block_size_factor of {factor}; at most {WORKERS_MAX} and "
+            f"{FACTOR_MAX} are served, and {PAGES_MAX} GPU blocks of a group in a row"
+        )
 
 
 class KeySpace:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from kvtier.service import server as module
 from kvtier.service.channel import Channel, receive_greeting, send_greeting
 from kvtier.service.wire import FROM_ENGINE, GREETING, PROTOCOLS, TO_ENGINE, Hello, Refused, Welcome
 from kvtier.tier.contract import LookupResult
+from kvtier.types.geometry import KVLayout
 
 SUPPORT = str(Path(__file__).parents[1] / "support")
 LIFE = """
@@ -58,18 +60,22 @@ def engine_process(path: str, more: str = "") -> Iterator[subprocess.Popen[str]]
             process.kill()
 
 
-def hello(role: str = "scheduler", token: str = "", pid: int = 0) -> tuple[Hello, int]:
+def hello(
+    role: str = "scheduler", token: str = "", pid: int = 0, layout: KVLayout = NAMESPACE.layout
+) -> tuple[Hello, int]:
     """A greeting, and the descriptor that goes with it."""
-    manifest = NAMESPACE.manifest().encode()
+    manifest = replace(NAMESPACE, layout=layout).manifest().encode()
     item = Hello(list(PROTOCOLS), "", role, 0, "engine", token or secrets.token_hex(8), manifest)
     return item, os.pidfd_open(pid or os.getpid())
 
 
-def greet(path: str, role: str = "scheduler", token: str = "") -> tuple[socket.socket, object]:
+def greet(
+    path: str, role: str = "scheduler", token: str = "", layout: KVLayout = NAMESPACE.layout
+) -> tuple[socket.socket, object]:
     """A connection made by hand, and the answer to its greeting."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     sock.settimeout(20)
-    item, pidfd = hello(role, token)
+    item, pidfd = hello(role, token, layout=layout)
     try:
         sock.connect(path)
         send_greeting(sock, item, [pidfd])
@@ -387,6 +393,29 @@ def test_one_that_is_connected_already_is_refused(tmp_path: Path) -> None:
         assert second == Refused("worker 0 of this engine is connected already")
         one.close()
         two.close()
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        {"world_size": 4_000_000, "replicated": True},
+        {"world_size": 1 << 62, "replicated": True},
+        {"block_size_factor": 4097},
+        {"world_size": 4096, "block_size_factor": 17},
+    ],
+    ids=" ".join,
+)
+def test_a_layout_beyond_all_bounds_is_refused_before_anything_is_made_of_it(
+    bounds: dict[str, Any], tmp_path: Path
+) -> None:
+    layout = replace(KVLayout.of_pages(PAGE), **bounds)
+    with served(tmp_path) as found:
+        sock, answer = greet(found.path, "worker", "e", layout)
+        sock.close()
+        assert isinstance(answer, Refused)
+        assert "at most 4096 and 4096 are served" in answer.reason
+        with TestEngine(found.path) as engine:
+            assert engine.store(range(4)) == ["stored"] * 4
 
 
 @pytest.mark.parametrize(
