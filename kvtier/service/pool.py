@@ -580,6 +580,8 @@ def opening_fault(error: Exception) -> str:
     """The reason why a stack could not be opened, in a line."""
     if isinstance(error, RootBusyError):
         return f"{error}; engines of several launches share a root through one `kvtier serve STACK.yaml`"
+    if isinstance(error, OSError):  # such as a process without a descriptor to give
+        return f"the stack could not be opened: {error}"
     return str(error)
 
 

@@ -278,11 +278,11 @@ class StackServer:
                     pool = Pool(parts, self._send, lambda found: self._parts(found).namespace, self._kept)
                     if self.crash is not None:
                         pool.on_defect = self.crash.exit
-                    await pool.open()
+                    await _open(pool)
                     if self.audits_rows:
                         pool.begin_audit()
                     self._pool, self._layout = pool, namespace.layout
-            except (ConfigError, ResourceError, GeometryError, WireError) as error:
+            except (ConfigError, ResourceError, GeometryError, WireError, OSError) as error:
                 return opening_fault(error)
         if self.pool.fault:
             return self.pool.fault
@@ -492,6 +492,15 @@ class StackServer:
         if self.pool.is_open:
             for session in (*engine.earlier, engine.session):
                 self.pool.end_session(session, exited=True)
+
+
+async def _open(pool: Pool) -> None:
+    """Open a pool, with nothing left behind if that fails, as for lack of a descriptor."""
+    try:
+        await pool.open()
+    except BaseException:
+        await pool.close()
+        raise
 
 
 def _unwritable(fd: int, opened: ExitStack) -> int:

@@ -21,7 +21,7 @@ import pytest
 import torch
 from support_engine_client import EngineClient
 from support_served import served
-from support_service import NAMESPACE, PAGE, TestEngine, block_keys, stack_process, stack_text, until
+from support_service import NAMESPACE, PAGE, TestEngine, block_keys, peer_pid, stack_process, stack_text, until
 
 from faults.machine import warm
 from kvtier.client.connection import Identity
@@ -340,6 +340,36 @@ def test_without_descriptors_it_rests_and_accepts_again(tmp_path: Path) -> None:
         os.kill(process.pid, signal.SIGTERM)
         _, log = process.communicate(timeout=60)
     assert "rests for 1 s: [Errno 24] Too many open files" in log
+
+
+@pytest.mark.parametrize("options", [[], ["--keep-rows"]], ids=["alone", "under a parent"])
+def test_a_stack_that_cannot_be_opened_for_lack_of_descriptors_is_opened_later(
+    options: list[str], tmp_path: Path
+) -> None:
+    """Wherever the opening is when the last one is taken, the engine is refused and the process lives."""
+    (tmp_path / "stack.yaml").write_text(stack_text(64, tmp_path / "root"))
+    path = str(tmp_path / "socket")
+    with stack_process(tmp_path / "stack.yaml", path, options=options):
+        process = peer_pid(path)
+        used, most = len(os.listdir(f"/proc/{process}/fd")), resource.prlimit(process, resource.RLIMIT_NOFILE)[1]
+        refused = 0
+        for more in range(4, 60):
+            resource.prlimit(process, resource.RLIMIT_NOFILE, (used + more, most))
+            try:
+                sock, answer = greet(path, "scheduler")
+            except OSError:  # without a descriptor for the connection
+                refused += 1
+                continue
+            sock.close()
+            if isinstance(answer, Welcome):
+                break
+            refused += 1
+            assert "could not be opened" in answer.reason or "Too many open files" in answer.reason
+        assert refused > 2
+        assert peer_pid(path) == process
+        resource.prlimit(process, resource.RLIMIT_NOFILE, (most, most))
+        with TestEngine(path) as engine:
+            assert engine.store(range(4)) == ["stored"] * 4
 
 
 # -- greetings -----------------------------------------------------------------------------------------------------
