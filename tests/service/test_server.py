@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from kvtier.client.connection import Identity
 from kvtier.errors import ConfigError, ResourceError
 from kvtier.service import listener, wire
 from kvtier.service import server as module
-from kvtier.service.channel import Channel, receive_greeting, send_greeting
+from kvtier.service.channel import Channel, is_listening, receive_greeting, send_greeting
 from kvtier.service.wire import FROM_ENGINE, GREETING, PROTOCOLS, TO_ENGINE, Hello, Refused, Welcome
 from kvtier.tier.contract import LookupResult
 from kvtier.types.geometry import KVLayout
@@ -192,6 +192,21 @@ def test_an_engine_that_does_not_read_is_shut_out_and_others_are_served(
         until(lambda: channel.closed or not channel.flush() or channel.receive() or channel.closed, "it is closed")
         worker.close()
         channel.close()
+
+
+def test_a_process_whose_queue_of_connections_is_full_listens(tmp_path: Path) -> None:
+    path = str(tmp_path / "socket")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening, ExitStack() as waiting:
+        listening.bind(path)
+        assert not is_listening(path)
+        listening.listen(0)
+        assert is_listening(path)
+        with suppress(BlockingIOError):
+            while True:
+                sock = waiting.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                sock.setblocking(False)
+                sock.connect(path)
+        assert is_listening(path)
 
 
 def test_what_is_sent_at_once_has_a_bound_too() -> None:
