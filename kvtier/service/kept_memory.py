@@ -117,8 +117,10 @@ class KeptMemory:
         control.cpu.table.next_generation = self._found.generation + 1
         self._lent = control.cpu.lend(num_rows)
 
-    def join(self, plane: ControlPlane, digest: bytes, prefixes: set[bytes]) -> list[tuple[GroupIndex, list[int]]]:
-        """The first engine has joined, in this namespace: (group, rows) to verify, a part each, oldest first.
+    def join(
+        self, plane: ControlPlane, digest: bytes, prefixes: set[bytes]
+    ) -> tuple[Sequence[int], Sequence[OffloadKey]]:
+        """The first engine has joined, in this namespace: (rows, keys) to verify, oldest first.
 
         Namespaces of other keys are added to `prefixes`. Afterwards all rows are free, held, or to be verified.
         """
@@ -132,12 +134,16 @@ class KeptMemory:
             prefixes.update(spaces[1:])
         held = found.held if found is not None and self.former else frozenset()
         self.lost = lost = found.lost if found is not None else frozenset()
+        named = set(rows)
         if found is not None:
             table.void()  # until it is whole again
+            cpu.fill_lent(rows, keys)
+            cpu.table.set_generations(rows, range(cpu.table.next_generation, cpu.table.next_generation + len(rows)))
             table.take_over(cpu.table)
-        named = set(rows)
-        cpu.fill_lent(rows, keys)
-        cpu.table.set_generations(rows, range(cpu.table.next_generation, cpu.table.next_generation + len(rows)))
+            if table.spaces[:1] == [digest]:  # their names are there: to write millions again takes seconds
+                table.confirm(rows)
+            else:
+                table.record(rows, keys)
         self.held = sorted(held - lost)
         cpu.pin([row for row in self.held if row in named])
         plane.return_lent([row for row in self._lent if row not in named and row not in held and row not in lost])
@@ -145,7 +151,7 @@ class KeptMemory:
             _log.warning("%d rows are out of use: I/O of a former process into them may not have ended", len(lost))
         self._found, self._lent, self.has_joined = None, [], True
         table.begin(spaces, plane.control.epoch)
-        return list(_parts(rows, keys))
+        return rows, keys
 
     def add_space(self, prefix: bytes) -> None:
         """Keys with this prefix may be in rows from here on; empty: those of the first namespace."""
@@ -211,7 +217,7 @@ def is_intact(rows: Rows, row: int, nbytes: int) -> bool:
     return checksum(rows.view[row, :nbytes].data, nbytes <= SHORT_BYTES) == rows.checksum(row)
 
 
-def _parts(rows: Sequence[int], keys: Sequence[OffloadKey]) -> Iterator[tuple[GroupIndex, list[int]]]:
+def parts_to_verify(rows: Sequence[int], keys: Sequence[OffloadKey]) -> Iterator[tuple[GroupIndex, list[int]]]:
     """Rows in parts of one group each, about in their order."""
     for first in range(0, len(rows), VERIFIED_AT_ONCE):
         of_group: dict[GroupIndex, list[int]] = {}

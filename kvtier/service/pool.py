@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -18,7 +18,7 @@ from kvtier.errors import ConfigError, GeometryError, RootBusyError, UsageError
 from kvtier.service.copying import Copy
 from kvtier.service.figures import document_of, parts_of
 from kvtier.service.hint_quota import HintQuota
-from kvtier.service.kept_memory import KeptMemory, intact_rows
+from kvtier.service.kept_memory import KeptMemory, intact_rows, parts_to_verify
 from kvtier.service.namespaces import KeySpace, Namespaces, read_namespace
 from kvtier.service.quotas import PoolState, Quotas
 from kvtier.service.requests import EngineRequests
@@ -322,11 +322,13 @@ class Pool(TierStack):
         if kept.has_joined:
             kept.add_space(space.prefix)
             return
-        if parts := kept.join(self.plane, self._namespaces.first, self._namespaces.prefixes):
+        rows, keys = kept.join(self.plane, self._namespaces.first, self._namespaces.prefixes)
+        if rows:
+            parts = parts_to_verify(rows, keys)
             self._verifying = self._loop.create_task(self._verify(parts), name="kvtier verify rows")
             self._verifying.add_done_callback(self._on_background_end)
 
-    async def _verify(self, parts: Sequence[tuple[GroupIndex, list[int]]]) -> None:
+    async def _verify(self, parts: Iterable[tuple[GroupIndex, list[int]]]) -> None:
         found = lost = 0
         for group, rows in parts:
             nbytes = self.geometry.aligned_bytes(group)

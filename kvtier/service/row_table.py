@@ -181,6 +181,10 @@ class RowTable:
             names[start] = length
             names[start + 2 : start + 2 + length] = key
 
+    def confirm(self, rows: Sequence[int]) -> None:
+        """These rows, which were lent, are to keep the blocks of the keys that they have here."""
+        self._entries["by_io"][rows] = 0
+
     def find(self) -> FoundRows:
         """Read what a former process has left; the arrays are free for another use then."""
         pins: IntArray = self._pins.astype(np.int64)

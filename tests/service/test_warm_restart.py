@@ -8,7 +8,7 @@ import signal
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -18,9 +18,11 @@ import torch
 from support_manager import Manager
 from support_served import served
 from support_service import BLOCKS, NAMESPACE, PAGE, TestEngine, block_keys, stack_text, until
+from support_sessions import names, pool_world
 from support_victims import freeze, freeze_while, several_victims, victims
 
 from kvtier.config import open_stack
+from kvtier.control.tiers.slot_table import FREE, READY
 from kvtier.service.kept_memory import NAMES, KeptMemory
 from kvtier.service.namespaces import with_first
 from kvtier.service.row_table import VERSION, RowTable, Worker
@@ -219,6 +221,37 @@ def test_rows_of_another_count_are_cold(folder, tmp_path):
             assert engine.store(range(8)) == ["stored"] * 8
             assert sorted(manager.kept) == sorted(NAMES)
         assert "are not used" in manager.end(signal.SIGTERM)
+
+
+@pytest.mark.parametrize("joins", ["the same", "another"])
+async def test_names_of_rows_are_written_again_only_where_they_change(joins, monkeypatch):
+    """There are millions, and the first engine waits meanwhile."""
+    recorded: list[int] = []
+    record = RowTable.record
+
+    def noted(table: RowTable, rows: Sequence[int], keys: Sequence[OffloadKey]) -> None:
+        recorded.extend(rows)
+        record(table, rows, keys)
+
+    of_before, digest = b"b" * DIGEST_BYTES, (b"b" if joins == "the same" else b"a") * DIGEST_BYTES
+    async with pool_world(rows=8) as world:
+        await world.engine()
+        kept = KeptMemory(ServiceManager({}))
+        table = kept.table = RowTable.create(8)
+        table._states[:] = FREE
+        table.record(range(8), names(*range(8)))
+        table._states[:] = READY
+        table.begin([of_before], world.pool.plane.control.epoch)
+        assert table._entries["by_io"].all()
+        kept._found, kept._lent = table.find(), world.pool.plane.control.cpu.lend(8)
+        monkeypatch.setattr(RowTable, "record", noted)
+        rows, keys = kept.join(world.pool.plane, digest, set())
+        assert list(rows) == list(range(8))
+        assert recorded == ([] if joins == "the same" else list(rows))
+        assert not table._entries["by_io"].any(), "no I/O goes into them"
+        world.pool._on_verified(rows, [True] * 8)
+        assert table.find().keys == list(keys)
+    table.close()
 
 
 def test_keys_of_two_namespaces_are_found_whichever_joins_first():
