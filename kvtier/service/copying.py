@@ -339,7 +339,7 @@ class Copying:
             self._out.append(wire.Ended(job, some, more=first + len(some) < len(runs)))
 
     def spoil_fills(self) -> None:
-        """What workers have yet to report is not stored: it may be of other weights, or of GPU blocks used again."""
+        """Store nothing that workers have yet to report: it may be of other weights, or of GPU blocks used again."""
         for copy in self._copies.values():
             if copy.fills:
                 copy.errors = [error or ESTALE for error in copy.errors]

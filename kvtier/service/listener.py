@@ -29,7 +29,7 @@ PROCESS_AT_ONCE, PROCESS_PER_SECOND = 512, 1.0
 REFUSAL_COST = 8
 """Greetings that one counts for which was refused: processes of an engine try again for as long as they live."""
 FOREIGN_PER_SECOND = GREETINGS_PER_SECOND / 2
-"""Greetings of a user's processes in other PID namespaces, on average: these cannot be told apart."""
+"""Greetings of a user's processes in other PID namespaces, on average: one looks like the other."""
 PROCESSES_MAX = 1024
 """Processes whose greetings are counted; those of one that is forgotten count again from none."""
 REST_SECONDS = 1.0
@@ -78,7 +78,7 @@ class GreetingRates:
         return True
 
     def on_refused(self, process: Process) -> None:
-        """What it greeted with was refused, and so may be what it greets with next."""
+        """Count a greeting of a process as several: it was refused, and so may be those that follow."""
         if process[0] and process in self._of:
             own = self._of[process]
             own.left = max(0.0, own.left - REFUSAL_COST + 1)

@@ -1,4 +1,4 @@
-"""The log of a stack process: a thread of its own writes it, because nobody may read what it is written to."""
+"""The log of a stack process: a thread of its own writes it, because what it is written to may be full."""
 
 from __future__ import annotations
 

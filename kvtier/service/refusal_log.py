@@ -10,15 +10,15 @@ from kvtier.tier.contract import Clock
 
 WINDOW_SECONDS = 60.0
 LINES_MAX = 64
-"""Lines in `WINDOW_SECONDS` at most, whoever is refused."""
+"""Lines in `WINDOW_SECONDS` at most, of all refusals together."""
 SUBJECTS_MAX = 256
 """Engines and reasons that are known again."""
 _CHARACTERS_MAX = 64
 
 
 @dataclass(slots=True)
-class Told:
-    """When a reason was written last, and how often it has come since."""
+class Reason:
+    """The time at which a reason was written last, and how often it has come since."""
 
     at: float
     again: int = 0
@@ -30,25 +30,25 @@ class RefusalLog:
     def __init__(self, logger: logging.Logger, clock: Clock) -> None:
         self._logger = logger
         self._clock = clock
-        self._told: OrderedDict[tuple[str, str], Told] = OrderedDict()
+        self._reasons: OrderedDict[tuple[str, str], Reason] = OrderedDict()
         self._began = clock()
         self._lines = self._left_out = 0
 
     def tell(self, text: str, engine: str = "") -> None:
         """A connection is refused, of an engine if that is known."""
         now, subject = self._clock(), (engine[:_CHARACTERS_MAX], text)
-        told = self._told.setdefault(subject, Told(now, -1))
-        self._told.move_to_end(subject)
-        if len(self._told) > SUBJECTS_MAX:
-            self._told.popitem(last=False)
-        told.again += 1
-        if told.again and now < told.at + WINDOW_SECONDS:
+        reason = self._reasons.setdefault(subject, Reason(now, -1))
+        self._reasons.move_to_end(subject)
+        if len(self._reasons) > SUBJECTS_MAX:
+            self._reasons.popitem(last=False)
+        reason.again += 1
+        if reason.again and now < reason.at + WINDOW_SECONDS:
             return
         if self._has_room(now):
-            self._write(text, told.again)
+            self._write(text, reason.again)
         else:
             self._left_out += 1
-        told.at, told.again = now, 0
+        reason.at, reason.again = now, 0
 
     def _has_room(self, now: float) -> bool:
         if now >= self._began + WINDOW_SECONDS:

@@ -58,7 +58,7 @@ def test_lines_have_a_bound_also_where_each_engine_is_another(
     for number in range(1000):
         refusals.tell(REASON, f"engine {number}")
     assert len(caplog.messages) == refusal_log.LINES_MAX
-    assert len(refusals._told) == refusal_log.SUBJECTS_MAX
+    assert len(refusals._reasons) == refusal_log.SUBJECTS_MAX
     clock.now += refusal_log.WINDOW_SECONDS
     refusals.tell(REASON, "the next")
     assert caplog.messages[-1] == f"{REASON} ({1000 - refusal_log.LINES_MAX} lines of others were left out)"
