@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
 from kvtier.testing.driver import Driver, TestRows
-from kvtier.testing.trace import turns
 from kvtier.tier.contract import AnswersLookups, LoadStore, ProbesAlignment, TierContext
 from kvtier.types.geometry import Geometry, GroupLayout, KVLayout, TensorRef
-from kvtier.types.jobs import BlockStatus, JobKind, JobResult, TransferJob
+from kvtier.types.jobs import BlockStatus
 from kvtier.types.keys import OffloadKey, make_key
 from kvtier.types.namespace import Namespace
 
@@ -28,18 +26,6 @@ REFUSED = (BlockStatus.MISSING, BlockStatus.CORRUPT, BlockStatus.FAILED)
 def make_keys(count: int, group: int = 0, start: int = 0) -> list[OffloadKey]:
     """Distinct keys of a group, with hashes as engines make them."""
     return [make_key(hashlib.sha256(f"block {start + i}".encode()).digest(), group) for i in range(count)]
-
-
-async def cancelled(driver: Driver, job: TransferJob, pauses: Iterable[int]) -> JobResult | None:
-    """Run a job and cancel it after each of these turns of the loop. None if it was cancelled indeed."""
-    task = asyncio.create_task((driver.tier.load if job.kind is JobKind.LOAD else driver.tier.store)(job))
-    for pause in pauses:
-        await turns(pause)
-        task.cancel()
-    try:
-        return await task
-    except asyncio.CancelledError:
-        return None
 
 
 class ConformanceBase(ABC):

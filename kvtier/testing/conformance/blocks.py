@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from kvtier.errors import UsageError
-from kvtier.testing.conformance.base import REFUSED, ConformanceBase, cancelled, make_keys
+from kvtier.testing.conformance.base import REFUSED, ConformanceBase, make_keys
 from kvtier.testing.driver import Driver
 from kvtier.testing.trace import in_fresh_loop, turns
 from kvtier.tier.contract import AnswersLookups, LookupResult
@@ -198,8 +198,17 @@ CANCELLATIONS = 24
 TURNS_MAX = 12
 
 
-def pauses(rng: random.Random) -> list[int]:
-    return [rng.randrange(TURNS_MAX) for _ in range(rng.randint(1, 3))]
+async def cancelled(driver: Driver, job: TransferJob, rng: random.Random) -> JobResult | None:
+    """Run a job and cancel it after some turns of the loop, more than once. None if it was cancelled indeed."""
+    call = driver.tier.load if job.kind is JobKind.LOAD else driver.tier.store
+    task = asyncio.create_task(call(job))
+    for _ in range(rng.randint(1, 3)):
+        await turns(rng.randrange(TURNS_MAX))
+        task.cancel()
+    try:
+        return await task
+    except asyncio.CancelledError:
+        return None
 
 
 class FailureTests(ConformanceBase):
@@ -242,7 +251,7 @@ class FailureTests(ConformanceBase):
             seen = set()
             for _ in range(CANCELLATIONS):
                 job = driver.load_job(names)
-                result = await cancelled(driver, job, pauses(rng))
+                result = await cancelled(driver, job, rng)
                 seen.add(result is None)
                 if result is not None:
                     driver.loaded(job, result)
@@ -264,7 +273,7 @@ class FailureTests(ConformanceBase):
             names = self.names(self.per_group - 1)
             for _ in range(CANCELLATIONS):
                 job = driver.store_job(names)
-                result = await cancelled(driver, job, pauses(rng))
+                result = await cancelled(driver, job, rng)
                 driver.rows.view[:] = SENTINEL
                 if result is not None:
                     driver.stored(job, result)
@@ -283,7 +292,7 @@ class FailureTests(ConformanceBase):
             for round_number in range(CANCELLATIONS // 2):
                 old = self.names(self.per_group, start=1000 * round_number)
                 job = driver.store_job(old)
-                result = await cancelled(driver, job, pauses(rng))
+                result = await cancelled(driver, job, rng)
                 for key in old:
                     driver.evict(key)
                 new = self.names(self.per_group, start=1000 * round_number + 500)

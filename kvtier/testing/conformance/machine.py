@@ -14,10 +14,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
-from kvtier.testing.conformance.base import REFUSED, ConformanceBase, cancelled, make_keys
+from kvtier.testing.conformance.base import REFUSED, ConformanceBase, make_keys
 from kvtier.testing.driver import Driver
-from kvtier.testing.trace import leaving_no_trace
+from kvtier.testing.trace import leaving_no_trace, turns
 from kvtier.tier.contract import Resettable
+from kvtier.types.jobs import JobKind, JobResult, TransferJob
 from kvtier.types.keys import OffloadKey
 
 T = TypeVar("T")
@@ -97,7 +98,7 @@ class TierMachine(RuleBasedStateMachine):
     def cancel_a_store(self, blocks: list[tuple[int, int]], turns_before: int) -> None:
         keys = self._keys(blocks)
         job = self.driver.store_job(keys)
-        result = self._run(cancelled(self.driver, job, [turns_before]))
+        result = self._run(self._run_cancelled(job, turns_before))
         self.driver.rows.view[:] = 0x55
         if result is None:
             self._doubtful |= set(keys)
@@ -110,9 +111,19 @@ class TierMachine(RuleBasedStateMachine):
         keys = self._known(blocks)
         if keys:
             job = self.driver.load_job(keys)
-            result = self._run(cancelled(self.driver, job, [turns_before]))
+            result = self._run(self._run_cancelled(job, turns_before))
             if result is not None:
                 self._judge(self.driver.loaded(job, result))
+
+    async def _run_cancelled(self, job: TransferJob, turns_before: int) -> JobResult | None:
+        call = self.driver.tier.load if job.kind is JobKind.LOAD else self.driver.tier.store
+        task = asyncio.create_task(call(job))
+        await turns(turns_before)
+        task.cancel()
+        try:
+            return await task
+        except asyncio.CancelledError:
+            return None
 
     @precondition(lambda self: self.driver.owned and self.driver.directory)
     @rule(pick=st.integers(0, 1000))
