@@ -13,8 +13,6 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvtier.aio.loop_budget import TimeBudget
-
 MAX_BUFFERS = 64
 """Buffers of one request, at most."""
 
@@ -79,9 +77,6 @@ class IOEngine(ABC):
 
     depth: int = 32
     """Requests that it runs at once."""
-
-    budget = TimeBudget()
-    """The time that each kind of work goes on in a turn of the loop."""
 
     after_turn: Callable[[], None] | None = None
     """Called by some engines after a turn's completions, so that more can be submitted in the same turn."""

@@ -83,10 +83,10 @@ class LoopEngine(IOEngine):
     It works with what the process has that opened it, so in a forked child every call raises UsageError.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, budget: TimeBudget | None = None) -> None:
         self._loop = loop
-        self.budget = TimeBudget()
-        self._completions = Completions(loop, self.budget, self._after_completions)
+        self._budget = budget or TimeBudget()
+        self._completions = Completions(loop, self._budget, self._after_completions)
         self._failed = False
         self._event: EventFD | None = None
         self._pid = 0

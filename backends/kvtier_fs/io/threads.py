@@ -11,6 +11,7 @@ from queue import Empty, SimpleQueue
 from typing import ClassVar
 
 from kvtier.aio.daemon_pool import DaemonPool
+from kvtier.aio.loop_budget import TimeBudget
 from kvtier_fs.io.contract import IOKind, IORequest
 from kvtier_fs.io.loop_engine import Ended, LoopEngine
 
@@ -23,8 +24,10 @@ class ThreadsEngine(LoopEngine):
 
     name: ClassVar[str] = "threads"
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, threads: DaemonPool, depth: int) -> None:
-        super().__init__(loop)
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, threads: DaemonPool, depth: int, budget: TimeBudget | None = None
+    ) -> None:
+        super().__init__(loop, budget)
         self.depth = depth
         self._threads = threads
         self._servers = 0

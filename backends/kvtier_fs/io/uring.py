@@ -22,6 +22,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from kvtier.aio.eventfd import EventFD
+from kvtier.aio.loop_budget import TimeBudget
 from kvtier.errors import ResourceError
 from kvtier_fs.io.contract import IOKind, IORequest, places_of
 from kvtier_fs.io.loop_engine import Ended, LoopEngine
@@ -257,8 +258,8 @@ class UringEngine(LoopEngine):
 
     name: ClassVar[str] = "io_uring"
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, depth: int) -> None:
-        super().__init__(loop)
+    def __init__(self, loop: asyncio.AbstractEventLoop, depth: int, budget: TimeBudget | None = None) -> None:
+        super().__init__(loop, budget)
         self.depth = depth
         self._ring: _Ring | None = None
         self._queue: deque[IORequest] = deque()
@@ -305,7 +306,7 @@ class UringEngine(LoopEngine):
         ring = self._ring
         if ring is None or self._pump_called:
             return
-        until = time.perf_counter() + self.budget.seconds
+        until = time.perf_counter() + self._budget.seconds
         while self._unsubmitted or (self._queue and len(self._kernel) < self.depth):
             self._fill(ring)
             self._keep(bool(self._kernel))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import ParamSpec, TypeVar
 
 from kvtier.aio.daemon_pool import DaemonPool
+from kvtier.aio.loop_budget import TimeBudget
 from kvtier.errors import RootError
 from kvtier_fs.format.region_header import RegionHeader, RegionPlan, encode_region_header
 from kvtier_fs.format.slot_map import SlotMap
@@ -86,6 +87,7 @@ class Root:
         self.slot_map: SlotMap
         self.plan: RegionPlan
         self.io: FullTransferIO
+        self.budget: TimeBudget
         self.first_region = 0
         self.regions: list[RegionState] = []
         self.unready: set[int] = set()
@@ -118,6 +120,10 @@ class Root:
     def hold_engine(self, engine: IOEngine) -> None:
         """The engine that is to be closed with this root."""
         self.engine = engine
+
+    def start(self, io: FullTransferIO, budget: TimeBudget) -> None:
+        """Bytes can move from now on. `budget` is the time that each kind of work takes in a turn of the loop."""
+        self.io, self.budget = io, budget
 
     async def call(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a file call on the root's threads. Raises what it raises, or OSError if there is no thread to be had."""

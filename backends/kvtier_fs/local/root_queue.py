@@ -146,7 +146,7 @@ class RootQueue:
         self._fill_wanted = False
         requests: list[IORequest] = []
         now = self.side.clock()
-        until = now + self._engine.budget.seconds
+        until = now + self.root.budget.seconds
         try:
             while (queue := self._loads or self._stores) and now < until:
                 room = len(self._pages.free) - (0 if self._loads else self._for_loads)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import ClassVar
 
+from kvtier.aio.loop_budget import TimeBudget
 from kvtier.aio.shielded_wait import shielded_wait
 from kvtier.errors import RootError, UsageError
 from kvtier.options import TierOptions
@@ -238,13 +239,14 @@ class FSBackend(RootTier):
             name, note = await self._roots[0].call(choose_engine, self.options)
         notes.extend([note] if note else [])
         for root in self._roots:
-            if self._hooks.engine is None:
-                make_engine(name, root.pools.io, self.options, root.hold_engine)
+            replaced, budget = self._hooks.engine, TimeBudget()
+            if replaced is None:
+                make_engine(name, root.pools.io, self.options, root.hold_engine, budget)
             else:
-                root.hold_engine(self._hooks.engine(root))
+                root.hold_engine(replaced(root))
             assert root.engine is not None
-            alignment = root.probe.offset_alignment if root.probe.direct else 1
-            root.io = FullTransferIO(root.engine, alignment, self.counters)
+            io = FullTransferIO(root.engine, root.probe.offset_alignment if root.probe.direct else 1, self.counters)
+            root.start(io, budget)
         return " and ".join(sorted({root.io.engine.name for root in self._roots}))
 
     async def _recover(self, root: Root, session: RootSession) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from kvtier.aio.daemon_pool import DaemonPool
+from kvtier.aio.loop_budget import TimeBudget
 from kvtier.errors import ResourceError, RootError
 from kvtier.tier.registry import DryRun
 from kvtier_fs.format.superblock import Superblock
@@ -31,14 +32,20 @@ def choose_engine(options: RootOptions) -> tuple[str, str]:
     return name, f"{reason}; threads serve instead" if reason else ""
 
 
-def make_engine(name: str, threads: DaemonPool, options: RootOptions, hold: Callable[[IOEngine], object]) -> IOEngine:
+def make_engine(
+    name: str,
+    threads: DaemonPool,
+    options: RootOptions,
+    hold: Callable[[IOEngine], object],
+    budget: TimeBudget | None = None,
+) -> IOEngine:
     """An engine of the chosen kind for one root; threads if the ring cannot be made and io_uring is not required.
 
     `hold` is called with it before it is opened, so that its owner can close it in any case. Raises ResourceError.
     """
     loop = asyncio.get_running_loop()
     if name == "io_uring":
-        ring = UringEngine(loop, options.io_depth)
+        ring = UringEngine(loop, options.io_depth, budget)
         hold(ring)
         try:
             ring.open()
@@ -47,7 +54,7 @@ def make_engine(name: str, threads: DaemonPool, options: RootOptions, hold: Call
                 raise
         else:
             return ring
-    engine = ThreadsEngine(loop, threads, options.io_threads)
+    engine = ThreadsEngine(loop, threads, options.io_threads, budget)
     hold(engine)
     engine.open()
     return engine
