@@ -132,7 +132,7 @@ def _reach(sock: socket.socket, path: str) -> None:
     while True:
         try:
             return sock.connect(path)
-        except BlockingIOError:  # somebody listens, and has not come to those who wait yet
+        except BlockingIOError:  # a process listens, and has not accepted those before yet
             if time.monotonic() > until:
                 raise
         time.sleep(PAUSE_SECONDS)

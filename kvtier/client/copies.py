@@ -4,13 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from errno import EIO
+from functools import lru_cache
 from itertools import chain, islice
 
 import numpy as np
 
 from kvtier.service.wire import Places
 from kvtier.types.arrays import int_array
-from kvtier.types.jobs import KEYS_OF, BlockOutcome, GPUGroup, JobResult, TransferJob
+from kvtier.types.jobs import (
+    KEYS_OF,
+    BlockOutcome,
+    BlockStatus,
+    DropReason,
+    GPUGroup,
+    JobResult,
+    TransferJob,
+    dropped,
+    failed,
+)
 from kvtier.types.keys import JobId, OffloadKey
 
 
@@ -113,3 +125,14 @@ class RowCopy:
     def result(self) -> JobResult:
         """The result of the job, without its seconds and bytes."""
         return JobResult(self.job.job_id, self.outcomes())
+
+
+@lru_cache(64)
+def outcome_of(status: str, reason: str, errno: int) -> BlockOutcome:
+    """The outcome that a stack process says a block has."""
+    if status == BlockStatus.FAILED:
+        return failed(errno)
+    try:
+        return dropped(DropReason(reason)) if reason else BlockOutcome(BlockStatus(status))
+    except ValueError:
+        return failed(EIO)  # of a later release

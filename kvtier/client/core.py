@@ -8,40 +8,20 @@ Items to send wait in `out` until the engine's step sends them; `take_in` is giv
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from errno import EIO, ESTALE
-from functools import lru_cache
+from errno import ESTALE
 from itertools import chain, groupby
 from typing import Any
 
-from kvtier.client.copies import LentRows, RowCopy, keys_of
-from kvtier.client.request import ClientRequest
+from kvtier.client.copies import LentRows, RowCopy, keys_of, outcome_of
+from kvtier.client.request import RESULTS, ClientRequest
 from kvtier.service import wire
-from kvtier.service.wire import ITEM_KEYS_MAX, LEASED, PENDING, UNKNOWN, Item, Keys, Places, split
+from kvtier.service.wire import ITEM_KEYS_MAX, LEASED, UNKNOWN, Item, Keys, Places, split
 from kvtier.tier.contract import LookupResult
 from kvtier.types.events import OffloadingEvent
-from kvtier.types.jobs import (
-    CANCELLED,
-    LOADED,
-    MISSING,
-    BlockOutcome,
-    BlockStatus,
-    DropReason,
-    JobKind,
-    TransferJob,
-    dropped,
-    failed,
-)
+from kvtier.types.jobs import CANCELLED, LOADED, MISSING, BlockOutcome, DropReason, JobKind, TransferJob, dropped
 from kvtier.types.keys import JobId, Medium, OffloadKey
 from kvtier.types.requests import RequestInfo
 
-RESULTS: dict[int | None, LookupResult] = {
-    None: LookupResult.RETRY,
-    PENDING: LookupResult.HIT_PENDING,
-    UNKNOWN: LookupResult.RETRY,
-    wire.MISSING: LookupResult.MISS,
-    wire.IN_ROW: LookupResult.HIT,
-    wire.LATE: LookupResult.MISS,
-}
 LENT_MIN = 64
 BEHIND_ITEMS_MAX = 256
 """Items that wait for a process that does not read, until what is asked for is a miss."""
@@ -111,7 +91,7 @@ class EngineCore:
         return self._reset_due and self.connected and not self.fault
 
     @property
-    def is_owed(self) -> bool:
+    def awaits_answer(self) -> bool:
         """True while the stack process has an answer to give."""
         return self.connected and bool(self._asked or self._copies or self._resetting or self.stats_pending > 0)
 
@@ -499,7 +479,7 @@ class EngineCore:
         copy = self._copies.get(item.job)
         if copy is None or copy.lost:
             return
-        copy.runs += [(count, _outcome(*said)) for count, *said in item.outcomes]
+        copy.runs += [(count, outcome_of(*said)) for count, *said in item.outcomes]
         if item.more:
             return
         if copy.job.kind is JobKind.STORE:
@@ -606,13 +586,3 @@ class EngineCore:
         good = CANCELLED if copy.void else LOADED
         copy.runs = [(len(list(run)), good if outcome.ok else outcome) for outcome, run in groupby(outcomes)]
         self._end_copy(copy)
-
-
-@lru_cache(64)
-def _outcome(status: str, reason: str, errno: int) -> BlockOutcome:
-    if status == BlockStatus.FAILED:
-        return failed(errno)
-    try:
-        return dropped(DropReason(reason)) if reason else BlockOutcome(BlockStatus(status))
-    except ValueError:
-        return failed(EIO)  # of a later release

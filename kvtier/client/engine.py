@@ -34,7 +34,7 @@ ANSWERS = (*WITHIN_A_STEP, wire.Located, wire.Hinted, wire.FiguresPart, wire.Lef
 ANSWER_SECONDS = 1.0
 """How long such a call waits."""
 SILENCE_SECONDS = 5.0
-"""How long a stack process may owe an answer and send nothing before it is asked for a sign, and how long after it."""
+"""How long an answer is awaited while nothing comes, until the stack process is asked for a sign, and then for that."""
 
 
 class SchedulerClient:
@@ -42,7 +42,7 @@ class SchedulerClient:
 
     What comes within a step are answers to lookups and rows: whatever ends a lease waits for the next step. When the
     connection ends all is a miss, until another one is made: see `Reconnection`. It counts as ended once a stack
-    process that owes an answer gives no sign.
+    process that has an answer to give gives no sign.
     """
 
     has_own_worker: ClassVar[bool] = False
@@ -198,7 +198,7 @@ class SchedulerClient:
         if items:
             self._later = []
             self.core.take_in(items)
-        if items or not self.core.is_owed:
+        if items or not self.core.awaits_answer:
             self._heard_at, self._asked_for_sign = time.monotonic(), False
         elif time.monotonic() - self._heard_at > SILENCE_SECONDS:
             self._on_silence()

@@ -13,6 +13,16 @@ from kvtier.tier.contract import LookupResult
 from kvtier.types.keys import OffloadKey
 from kvtier.types.requests import RequestInfo
 
+RESULTS: dict[int | None, LookupResult] = {
+    None: LookupResult.RETRY,
+    wire.PENDING: LookupResult.HIT_PENDING,
+    wire.UNKNOWN: LookupResult.RETRY,
+    wire.MISSING: LookupResult.MISS,
+    wire.IN_ROW: LookupResult.HIT,
+    wire.LATE: LookupResult.MISS,
+}
+"""What a lookup answers for the state of a key; None: it was not asked for."""
+
 
 class RequestOwner(Protocol):
     """Calls of a request to the state of its engine."""
