@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support_counts import fully
 from support_service import BLOCKS, NAMESPACE, TestEngine, block_keys, content, stack_process, stack_text, until
 
 from kvtier.client import connection, engine, worker
@@ -219,6 +220,7 @@ def test_a_store_gives_its_blocks_back_once_nothing_reads_them(folder: str, tmp_
         assert other.load(range(100, 108)) == ["missing"] * 8
 
 
+@fully
 def test_rows_of_a_copy_that_is_stuck_stay_held_when_its_worker_closes(
     served: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,7 @@ from support_served import served
 from support_service import SECONDS, TestEngine, until
 
 from kvtier.client import connection
-from kvtier.client.core import _outcome
+from kvtier.client.copies import outcome_of
 from kvtier.client.stack_client import StackClient
 from kvtier.errors import ConfigError
 from kvtier.service import server, wire
@@ -97,8 +97,8 @@ def test_fields_at_the_end_may_be_more_or_fewer_and_all_else_is_refused():
 
 
 def test_reasons_of_a_later_release_are_failures():
-    assert not _outcome("dropped", "a later reason", 0).ok
-    assert not _outcome("a later status", "", 0).ok
+    assert not outcome_of("dropped", "a later reason", 0).ok
+    assert not outcome_of("a later status", "", 0).ok
     answers = [wire.Hinted(1, 2, {"a later reason": 3, "stopped": 1})]
     client: Any = SimpleNamespace(_ask=lambda items: answers)
     assert StackClient.hint(client, Retain((), 1.0)) == HintResult(2, {HintRefusal.STOPPED: 4})
