@@ -421,7 +421,7 @@ def test_a_load_of_weights_that_a_frozen_process_does_not_note_ends_the_copies_o
         try:
             worker._thread.run(worker._connection.on_load, 10.0)
             assert rows.leaving
-            assert rows.link.ended.is_set()
+            assert rows.ended.is_set()
         finally:
             os.kill(pid, signal.SIGCONT)
         engine.step_until(lambda: engine.client.life != life and engine.client.core.loaded_weights, "it is known")
