@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+from collections import Counter
 from collections.abc import Iterator
 from random import Random
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import pytest
 from simulator.disk import BLOCK_BYTES, SECTOR_BYTES, DiskFile, Disks, SimulatedRoot
 from simulator.engine import InFlightRequest, RequestFault
 from simulator.loop import VirtualLoop
+from simulator.seed_run import Simulator
 from simulator.syscalls import Killed, SimulatedSystem
 
 
@@ -185,3 +187,18 @@ def test_a_read_of_another_file_is_foreign_unless_it_brings_the_page_that_stands
     hit.write(BLOCK_BYTES, b"a" * BLOCK_BYTES, (aim, 7 * BLOCK_BYTES))
     assert read(hit, hit, BLOCK_BYTES, RequestFault.WHOLE), "what stands there was written for another place"
     assert read(hit, file(BLOCK_BYTES, b"a"), BLOCK_BYTES)
+
+
+@pytest.mark.parametrize(
+    ("layout", "covers"),
+    [
+        ("slab", ["reads whole", "writes whole", "blocks recovered", "blocks evicted from disk", "reads misplaced"]),
+        ("files", ["reads whole", "writes whole", "fs evicted", "fs bucket.scanned", "fs mismatch.payload"]),
+    ],
+)
+def test_blocks_come_from_simulated_disks(layout: str, covers: list[str]) -> None:
+    """A tier that does not open has every seed hold: its blocks are misses."""
+    covered = Counter[str]()
+    for seed in range(40):
+        covered.update(Simulator(layout=layout).run(seed).covered)
+    assert not [name for name in covers if not covered[name]], covered
