@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from kvtier.client.inquiry import inquire_text
 from kvtier.client.private import PrivateStack
 from kvtier.errors import ConfigError, ResourceError
-from kvtier.service.channel import receive_greeting, send_greeting
+from kvtier.service.channel import connect_within, receive_greeting, send_greeting
 from kvtier.service.wire import GREETING, PROTOCOLS, Hello, Refused, Welcome, WireError
 from kvtier.types.namespace import Namespace
 
@@ -102,7 +102,7 @@ def _connect(identity: Identity, process: Participant, resumes: bool) -> Connect
     opened = ExitStack()
     try:
         sock = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC))
-        _reach(sock, identity.path)
+        connect_within(sock, identity.path, CONNECT_SECONDS)
         pidfd = os.pidfd_open(os.getpid())
         try:
             send_greeting(sock, hello, [pidfd])
@@ -123,19 +123,6 @@ def _connect(identity: Identity, process: Participant, resumes: bool) -> Connect
     if isinstance(answer, Welcome):
         reason = f"it answered in protocol {answer.protocol}, this release speaks {list(PROTOCOLS)}"
     raise ConfigError(f"the stack process at {identity.path} does not serve this engine: {reason}")
-
-
-def _reach(sock: socket.socket, path: str) -> None:
-    """Connect, also where many others do at the same time. Raises OSError."""
-    sock.settimeout(CONNECT_SECONDS)
-    until = time.monotonic() + CONNECT_SECONDS
-    while True:
-        try:
-            return sock.connect(path)
-        except BlockingIOError:  # a process listens, and has not accepted those before yet
-            if time.monotonic() > until:
-                raise
-        time.sleep(PAUSE_SECONDS)
 
 
 def _wait_for_answer(sock: socket.socket, path: str) -> None:

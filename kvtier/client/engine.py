@@ -147,10 +147,9 @@ class SchedulerClient:
         until = time.monotonic() + LOOKUP_WAIT_SECONDS
         while not request.served and (left := until - time.monotonic()) > 0:
             self._poll.poll(left * 1e3)
-            items = self._channel.receive()
+            items = self._take_messages()
             if not items:
                 break
-            self._heard_at = time.monotonic()
             answers = [item for item in items if type(item) in WITHIN_A_STEP]
             self._later += [item for item in items if type(item) not in WITHIN_A_STEP]
             self.core.take_in(answers)
@@ -193,12 +192,19 @@ class SchedulerClient:
         """True while a job has not ended."""
         return self.core.busy
 
+    def _take_messages(self) -> list[Any]:
+        """The items that have come, each of them a sign."""
+        items = self._channel.receive()
+        if items:
+            self._heard_at, self._asked_for_sign = time.monotonic(), False
+        return items
+
     def _receive(self) -> None:
-        items = self._later + self._channel.receive()
+        items = self._later + self._take_messages()
         if items:
             self._later = []
             self.core.take_in(items)
-        if items or not self.core.awaits_answer:
+        if not self.core.awaits_answer:
             self._heard_at, self._asked_for_sign = time.monotonic(), False
         elif time.monotonic() - self._heard_at > SILENCE_SECONDS:
             self._on_silence()
@@ -263,9 +269,7 @@ class SchedulerClient:
             if left <= 0 or self._channel.closed:
                 return False
             self._poll.poll(left * 1e3)
-            items = self._channel.receive()
-            if items:
-                self._heard_at = time.monotonic()
+            items = self._take_messages()
             self._later += [item for item in items if type(item) not in ANSWERS]
             self.core.take_in([item for item in items if type(item) in ANSWERS])
             self._send()

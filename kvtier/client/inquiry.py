@@ -7,7 +7,7 @@ import socket
 from typing import Any
 
 from kvtier.errors import ResourceError
-from kvtier.service.channel import receive_greeting, send_greeting
+from kvtier.service.channel import connect_within, receive_greeting, send_greeting
 from kvtier.service.wire import GREETING, Inquiry, InquiryAnswer, WireError
 
 
@@ -22,8 +22,7 @@ def inquire_text(path: str, what: str, seconds: float, about: str = "") -> bytes
     document = b""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as sock:
-            sock.settimeout(seconds)
-            sock.connect(path)
+            connect_within(sock, path, seconds)
             send_greeting(sock, Inquiry(what, about))
             while isinstance(answer := receive_greeting(sock, GREETING)[0], InquiryAnswer):
                 document += answer.document

@@ -11,6 +11,7 @@ import errno
 import math
 import os
 import socket
+import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -22,6 +23,7 @@ from kvtier.service.wire import MESSAGE_BYTES_MAX, Codec, Item, WireError
 DESCRIPTORS_MAX = 64
 INBOX_MESSAGES = 8
 SLOT_BYTES = MESSAGE_BYTES_MAX + 64
+CONNECT_PAUSE_SECONDS = 0.02
 _SEND_FLAGS = int(socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
 _AGAIN = (errno.EAGAIN, errno.EINTR, errno.ENOBUFS)
 
@@ -196,6 +198,22 @@ class Channel:
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)  # a forked child may hold the socket too
         self._sock.close()
+
+
+def connect_within(sock: socket.socket, path: str, seconds: float) -> None:
+    """Connect, also where many others do at the same time. So long each later call of the socket may take, too.
+
+    Raises OSError.
+    """
+    sock.settimeout(seconds)
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            return sock.connect(path)
+        except BlockingIOError:  # a process listens, and has not accepted those before yet
+            if time.monotonic() > until:
+                raise
+        time.sleep(CONNECT_PAUSE_SECONDS)
 
 
 def send_greeting(sock: socket.socket, item: Item, descriptors: Sequence[int] = ()) -> None:

@@ -45,7 +45,7 @@ Process = tuple[int, int]
 
 @dataclass(slots=True)
 class Budget:
-    """Greetings that are left at a time, in seconds; they are earned at a rate up to a bound."""
+    """Greetings that were `left` at a time, in seconds. They are earned at a rate, up to a bound."""
 
     left: float
     at: float
