@@ -185,7 +185,19 @@ class SchedulerClient:
 
     def wait(self, timeout_seconds: float) -> bool:
         """Wait until something came, or the time is over."""
-        return bool(self._later) or bool(self._poll.poll(max(0.0, timeout_seconds) * 1e3))
+        return bool(self._later) or self._poll_within(self._poll, timeout_seconds)
+
+    def _poll_within(self, poll: select.poll, timeout_seconds: float) -> bool:
+        """True if something is readable within a time, in which what waits is sent as the socket has room."""
+        until = time.monotonic() + timeout_seconds
+        while self._channel.waiting_bytes:
+            poll.modify(self._channel, select.POLLIN | select.POLLOUT)
+            found = poll.poll(max(0.0, until - time.monotonic()) * 1e3)
+            poll.modify(self._channel, select.POLLIN)
+            if not found or any(events & ~select.POLLOUT for _, events in found):
+                return bool(found)
+            self._send()
+        return bool(poll.poll(max(0.0, until - time.monotonic()) * 1e3))
 
     @property
     def has_pending_work(self) -> bool:
@@ -193,11 +205,14 @@ class SchedulerClient:
         return self.core.busy
 
     def _take_messages(self) -> list[Any]:
-        """The items that have come, each of them a sign."""
+        """The items that have come, each of them a sign. So is that the process reads, see `_send`."""
         items = self._channel.receive()
         if items:
-            self._heard_at, self._asked_for_sign = time.monotonic(), False
+            self._note_sign()
         return items
+
+    def _note_sign(self) -> None:
+        self._heard_at, self._asked_for_sign = time.monotonic(), False
 
     def _receive(self) -> None:
         items = self._later + self._take_messages()
@@ -205,7 +220,7 @@ class SchedulerClient:
             self._later = []
             self.core.take_in(items)
         if not self.core.awaits_answer:
-            self._heard_at, self._asked_for_sign = time.monotonic(), False
+            self._note_sign()
         elif time.monotonic() - self._heard_at > SILENCE_SECONDS:
             self._on_silence()
         if self._resumes:
@@ -254,7 +269,10 @@ class SchedulerClient:
 
     def _send(self) -> None:
         core, channel = self.core, self._channel
-        core.is_behind = bool(channel.waiting_bytes) and not channel.flush()
+        waiting = channel.waiting_bytes
+        core.is_behind = bool(waiting) and not channel.flush()
+        if channel.waiting_bytes < waiting:
+            self._note_sign()
         if core.is_behind:
             return  # what is to be sent is not encoded again and again
         if core.out and channel.send(core.out):
@@ -268,7 +286,7 @@ class SchedulerClient:
             left = until - time.monotonic()
             if left <= 0 or self._channel.closed:
                 return False
-            self._poll.poll(left * 1e3)
+            self._poll_within(self._poll, left)
             items = self._take_messages()
             self._later += [item for item in items if type(item) not in ANSWERS]
             self.core.take_in([item for item in items if type(item) in ANSWERS])

@@ -57,6 +57,7 @@ class StackClient(SchedulerClient):
         self._has_submitted = False
         self._events_begun = False
         self._answered: list[OffloadKey] = []
+        self._unfinished, self._unfinished_before = set[OffloadKey](), set[OffloadKey]()
         try:
             self._worker = WorkerClient(identity, tensors, gpu)
         except BaseException:
@@ -130,9 +131,9 @@ class StackClient(SchedulerClient):
         if self._later or self._copied or self.transfers.results or self._has_submitted:
             return True
         due = self.transfers.next_deadline - time.monotonic()
-        found = self._idle.poll(max(0.0, min(due, timeout_seconds)) * 1e3)
+        found = self._poll_within(self._idle, min(due, timeout_seconds))
         self._copy_ended.clear()  # here alone: a step takes in what came, whatever was signalled
-        return bool(found) or due <= timeout_seconds
+        return found or due <= timeout_seconds
 
     def wake(self) -> None:
         """From any thread: have `wait` return."""
@@ -153,7 +154,8 @@ class StackClient(SchedulerClient):
     def look(self, keys: Sequence[OffloadKey], ask: bool) -> list[LookupResult]:
         """Presence of keys that no request names; RETRY until the answer has come.
 
-        An answer holds until the second step after it. One lookup of a step waits, once.
+        An answer holds until the second step after it, or after a lookup of this key that waits for others. One lookup
+        of a step waits, once.
         """
         core, looks = self.core, self._looks
         found = core.lookup(looks, keys) if looks.states else [LookupResult.RETRY] * len(keys)
@@ -163,16 +165,19 @@ class StackClient(SchedulerClient):
                 self._may_wait = False
                 self._await(lambda: looks.served, LOOKUP_WAIT_SECONDS)
             found = core.lookup(looks, keys)
+            if LookupResult.RETRY in found:
+                self._unfinished.update(keys)
         return found
 
     def _forget_answers(self) -> None:
-        """Answers hold for a step in which they may be read."""
-        states = self._looks.states
+        """Answers hold for a step in which they may be read, and while they are waited for together with others."""
+        states, recent, before = self._looks.states, self._unfinished, self._unfinished_before
         if states:
             for key in self._answered:
-                if states.get(key) != UNKNOWN:  # else it was asked for again
+                if states.get(key) != UNKNOWN and key not in recent and key not in before:
                     states.pop(key, None)
             self._answered = [key for key, state in states.items() if state != UNKNOWN]
+        self._unfinished_before, self._unfinished = recent, set()
 
     # -- questions -----------------------------------------------------------------------------------------------
 

@@ -146,6 +146,23 @@ def test_late_answers_are_kept_nowhere(served: tuple[str, int]) -> None:
         assert not stack._client.core.answers
 
 
+def test_answers_to_lookups_are_forgotten_although_another_goes_on(
+    served: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last lookup of each step is answered within the next one; an answer holds until the second step after it."""
+    with connect_engine_stack(served[0], NAMESPACE, [content(range(BLOCKS))]) as stack:
+        assert stack._client is not None
+        monkeypatch.setattr(stack._client, "_may_wait", False)
+        most = 0
+        for number in range(100):
+            stack.step()
+            stack._client._may_wait = False
+            stack.lookup(block_keys(32, 1000 + number * 32))
+            stack.wait(0.01)
+            most = max(most, len(stack._client._looks.states))
+        assert most <= 32 * 20
+
+
 # -- slow to open, overrun ---------------------------------------------------------------------------------------
 
 
