@@ -10,6 +10,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
+from support_counts import fully
 from support_stack import PLAIN, Engine, keys, load, opened, parts_of, stack_file, statuses, store, whole
 
 from kvtier.errors import ConfigError
@@ -42,6 +43,7 @@ def installed(site, monkeypatch):
         del sys.modules[name]
 
 
+@fully
 def test_the_package_is_found_by_its_entry_point(installed, site):
     assert Path(sys.modules[installed.__module__].__file__).is_relative_to(site)
     (found,) = [each for each in distributions(path=[str(site)]) if each.name == "kvtier-dirstore"]

@@ -92,7 +92,8 @@ def test_lru_through_the_control_plane_hits_exactly_what_lru_hits(requests, rows
 
 
 @pytest.mark.parametrize(
-    ("rows", "loads", "expected"), [(8_000, False, 0.191), pytest.param(16_000, True, 0.271, marks=pytest.mark.long)]
+    ("rows", "loads", "expected"),
+    [pytest.param(8_000, False, 0.191, marks=full_alone()), pytest.param(16_000, True, 0.271, marks=pytest.mark.long)],
 )
 def test_arc_through_the_control_plane_hits_what_arc_hits(requests, rows, loads, expected):
     assert hits(requests, "arc", rows, loads) / REFERENCES == pytest.approx(expected, abs=0.005)

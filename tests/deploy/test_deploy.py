@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import CliRunner
+from support_counts import fully
 from support_paths import PROJECT
 from support_stack import PLAIN, Engine, fs, keys, running, stack_file, store, whole
 
@@ -48,6 +49,7 @@ def test_the_dockerfile_is_clean_for_its_linter() -> None:
     assert "DL3042" in hadolint(text.replace(" --no-cache-dir", ""))
 
 
+@fully
 def test_what_the_image_copies_is_enough_for_the_wheel(tmp_path: Path) -> None:
     first, _ = (DEPLOY / "Dockerfile").read_text().split("\nFROM vllm/")
     for line in re.findall(r"^COPY (?!--from)(.*)$", first, re.MULTILINE):

@@ -11,6 +11,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from support_counts import fully
 from support_paths import PROJECT
 
 from faults.machine import warm
@@ -93,6 +94,7 @@ def test_the_readme_holds_exactly_two_commands_that_install_from_a_clone() -> No
     assert marked_command("replay").endswith("kvtier replay")
 
 
+@fully
 def test_the_readme_shows_two_engines_that_share(tmp_path: Path) -> None:
     """Its lines as they stand, with fewer requests and the programs of this environment."""
     (lines,) = blocks(ROOT / "README.md", "sh")

@@ -71,6 +71,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     return Installed(wheel, bin_folder, site, elsewhere)
 
 
+@fully
 def test_the_wheel_holds_the_packages_their_types_and_the_licence_and_nothing_else(installed: Installed) -> None:
     names = zipfile.ZipFile(installed.wheel).namelist()
     for package in PACKAGES:
@@ -118,6 +119,7 @@ for package in {PACKAGES!r}:
     assert {"kvtier.types.geometry", "kvtier.cli.check", "kvtier.config.load", *NEED_ENGINES} <= set(modules)
 
 
+@fully
 def test_a_configuration_with_the_former_module_gets_what_the_present_one_has(installed: Installed) -> None:
     """vLLM, SGLang and LMCache import the module that a configuration names, and take a class from it by name."""
     code = """
@@ -128,6 +130,7 @@ print(found.__module__, found is importlib.import_module("kvtier.engines.transfo
     assert installed.python(code).split() == ["kvtier.engines.transformers.prefix_cache", "True"]
 
 
+@fully
 def test_the_backends_are_found_by_their_entry_points(installed: Installed) -> None:
     code = """
 from kvtier.tier.registry import discover
@@ -137,6 +140,7 @@ print(*(f"{name}={backends.get(name).__module__.partition('.')[0]}" for name in 
     assert installed.python(code).split() == ["cpu=kvtier_cpu", "fs=kvtier_fs", "gpu=kvtier_gpu"]
 
 
+@fully
 def test_the_command_runs_from_another_folder_without_the_source_tree(installed: Installed) -> None:
     (installed.elsewhere / "stack.yaml").write_text(STACK)
     kvtier = installed.bin / "kvtier"

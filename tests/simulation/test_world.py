@@ -11,6 +11,7 @@ from random import Random
 from types import SimpleNamespace
 
 import pytest
+from support_counts import full_alone
 
 from simulator.disk import BLOCK_BYTES, SECTOR_BYTES, DiskFile, Disks, SimulatedRoot
 from simulator.engine import InFlightRequest, RequestFault
@@ -193,7 +194,11 @@ def test_a_read_of_another_file_is_foreign_unless_it_brings_the_page_that_stands
     ("layout", "covers"),
     [
         ("slab", ["reads whole", "writes whole", "blocks recovered", "blocks evicted from disk", "reads misplaced"]),
-        ("files", ["reads whole", "writes whole", "fs evicted", "fs bucket.scanned", "fs mismatch.payload"]),
+        pytest.param(
+            "files",
+            ["reads whole", "writes whole", "fs evicted", "fs bucket.scanned", "fs mismatch.payload"],
+            marks=full_alone(),
+        ),
     ],
 )
 def test_blocks_come_from_simulated_disks(layout: str, covers: list[str]) -> None:

@@ -11,7 +11,7 @@ from random import Random
 import pytest
 import support_protections_epochs as protections
 import torch
-from support_counts import full_alone
+from support_counts import fully
 from support_valkey import Server, stack_tier, valkey_server
 
 import kvtier
@@ -77,7 +77,8 @@ def folder(root: Path) -> dict[str, object]:
     return {"type": "shared_fs", "root": root, "capacity": "16MiB", "min_free_bytes": 0}
 
 
-@pytest.mark.parametrize("kind", ["valkey", pytest.param("shared_fs", marks=full_alone())])
+@fully
+@pytest.mark.parametrize("kind", ["valkey", "shared_fs"])
 async def test_a_disk_that_forgot_the_namespace_raises_no_shared_epoch(tmp_path, server, kind):
     """And a reset of another host finds nothing of what the first one stored before it."""
     store = stack_tier(server) if kind == "valkey" else folder(tmp_path / "shared")
