@@ -15,6 +15,8 @@ The trips, each of one job with one block and with a batch of blocks, of one gro
 - load from disk: the blocks are on disk alone and the rows are full, so each is promoted to the row of another block
   (which the disk has too) and copied to the GPU.
 - lookup in a row, lookup on disk: one `lookup` of a `TierStack`, which answers from memory.
+- store through a stack process: an engine's thread stores blocks into rows that are lent to it, until they are on disk.
+  Counted in the threads of the stack process, which is in this process here, and in the engine's.
 - a request, with `lru` and with `reuse`: one that continues a prompt of as many blocks, on a `TierStack`: `request`,
   `lookup`, the load of what is there, the store of as many new blocks, `end`, `drain`.
 
@@ -33,7 +35,8 @@ import asyncio
 import gc
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -46,9 +49,12 @@ import torch
 
 from benchmarks.options import JSON_FILE, QUICK
 from benchmarks.report import Report, median, table
+from kvtier.aio.loop_thread import LoopThread
 from kvtier.cli.temporary_folders import temporary_folder
-from kvtier.config import open_stack, parse_stack
+from kvtier.config import open_stack, parse_stack, stack_parts
 from kvtier.config.load import StackConfig
+from kvtier.engines.process_stack import ProcessStack
+from kvtier.service.server import StackServer
 from kvtier.stack import TierStack
 from kvtier.tier.contract import LookupResult
 from kvtier.types.geometry import GroupLayout, KVLayout, TensorRef
@@ -62,6 +68,8 @@ BLOCK_TOKENS = 16
 FILLER_BLOCKS = 64
 ROWS_MIN = 256
 PAUSE_SECONDS = 0.01
+WRITTEN_SECONDS = 0.1
+"""Time in which a block is on disk that is in a row: rows are gathered for some milliseconds."""
 DRAIN_SECONDS = 30.0
 FIGURES = ("calls", "files", "hand_overs")
 
@@ -119,7 +127,11 @@ class Counter:
         self.counts.append(self._count())
 
     def _count(self) -> Count:
-        seen = [(thread, code.co_filename) for thread, code in self._seen]
+        return self.count_without(())
+
+    def count_without(self, threads: Collection[int | None]) -> Count:
+        """The last trip, but for these threads."""
+        seen = [(thread, code.co_filename) for thread, code in self._seen if thread not in threads]
         ours = [(thread, file) for thread, file in seen if file.startswith(self._folders)]
         changes = sum(one[0] != other[0] for one, other in pairwise(ours))
         return Count(len(ours), len({file for _, file in ours}), changes)
@@ -127,6 +139,11 @@ class Counter:
     def take(self, what: str, blocks: int, warm: int) -> dict[str, object]:
         """The figures of one trip as a flat row, without those of the warm-up."""
         counts, self.counts = self.counts[warm:], []
+        return self.row(what, blocks, counts)
+
+    @staticmethod
+    def row(what: str, blocks: int, counts: Sequence[Count]) -> dict[str, object]:
+        """The figures of some trips as a flat row."""
         row: dict[str, object] = {"what": what, "blocks": blocks, "repetitions": len(counts)}
         for name in FIGURES:
             values = [getattr(count, name) for count in counts]
@@ -293,6 +310,53 @@ async def requests(setting: Setting, counter: Counter, policy: str) -> dict[str,
     return counter.take(f"a request, {policy}", size.blocks, size.warm)
 
 
+# -- the trip through a stack process ----------------------------------------------------------------------------
+
+
+@contextmanager
+def stack_process(setting: Setting, path: str) -> Iterator[ProcessStack]:
+    """An engine, and the stack process that serves it, in a thread of this one."""
+    config, namespace = setting.config(), setting.namespace()
+    server = StackServer(lambda given: stack_parts(config, given), path)
+    thread = LoopThread("stack process", "benchmark")
+    thread.open()
+    try:
+        thread.run(server.__aenter__, DRAIN_SECONDS)
+        try:
+            with ProcessStack(stack_parts(config, namespace, setting.caches()), lambda: path) as engine:
+                yield engine
+        finally:
+            thread.run(server.close, DRAIN_SECONDS)
+    finally:
+        thread.close()
+
+
+def process_stores(setting: Setting, counter: Counter, path: str) -> list[dict[str, object]]:
+    """The rows of stores through a stack process, on its side and on the engine's. A request keeps rows lent."""
+    size, counts = setting.size, list[tuple[Count, Count]]()
+    with stack_process(setting, path) as engine, engine.request(RequestId("running")):
+        mine = threading.get_ident()
+        engines = {each.ident for each in threading.enumerate() if each.name.startswith("kvtier-worker")} | {mine}
+        for keys, content in zip(setting.rounds, setting.content, strict=True):
+            setting.source.copy_(content)
+            engine.step()
+            time.sleep(WRITTEN_SECONDS)
+            with counter.trip():
+                engine.submit_store(keys, gpu_blocks=range(size.blocks))
+                while not (ended := engine.step()):
+                    engine.wait(DRAIN_SECONDS)
+                time.sleep(WRITTEN_SECONDS)
+            if not ended[0].ok:
+                raise AssertionError(f"a store did not move every block: {ended[0].outcomes}")
+            others = {each.ident for each in threading.enumerate()} - {mine}
+            counts.append((counter.count_without(engines), counter.count_without(others)))
+        if (written := engine.stats().tiers["fs"].stored) != size.rounds * size.blocks:
+            raise AssertionError(f"{written} of {size.rounds * size.blocks} blocks reached the disk")
+    counter.counts.clear()
+    sides = zip(("stack process", "engine's thread"), zip(*counts[size.warm :], strict=True), strict=True)
+    return [counter.row(f"store, {side}", size.blocks, each) for side, each in sides]
+
+
 # -- both --------------------------------------------------------------------------------------------------------
 
 
@@ -301,6 +365,7 @@ def measure(size: Size, folder: Path) -> list[dict[str, object]]:
     counter = Counter()
     with counter.installed():
         rows = asyncio.run(moves(Setting(size, folder / "moves"), counter))
+        rows += process_stores(Setting(size, folder / "process"), counter, str(folder / "socket"))
         return rows + [asyncio.run(requests(Setting(size, folder / name), counter, name)) for name in ("lru", "reuse")]
 
 

@@ -115,9 +115,10 @@ class RunningJob:
         """A store keeps whole blocks alone."""
         for start, group in zip(self._starts, self.job.gpu_groups, strict=True):
             if not group.runs.all_whole(len(group.keys), factor):
-                partial = np.flatnonzero(~group.runs.covers_whole(len(group.keys), factor)).tolist()
-                self.complete((start + position for position in partial), jobs.PARTIAL)
-        self.todo = deque(position for position in self.todo if self.outcomes[position] is None)
+                partial = np.flatnonzero(~group.runs.covers_whole(len(group.keys), factor)) + start
+                self.complete(partial.tolist(), jobs.PARTIAL)
+        if self.open < len(self.todo):
+            self.todo = deque([position for position in self.todo if self.outcomes[position] is None])
 
     def groups_of(self, positions: Sequence[int]) -> tuple[list[GPUGroup], list[int]]:
         """(the groups of these blocks alone, their positions in the order of the groups)."""
@@ -132,7 +133,7 @@ class RunningJob:
                 if at not in self._indexes:
                     self._indexes[at] = RunIndex(group.runs)
                 runs = self._indexes[at].select(int_array(mine))
-                groups.append(GPUGroup(group.group, tuple(group.keys[i] for i in mine), runs))
+                groups.append(GPUGroup(group.group, tuple([group.keys[i] for i in mine]), runs))
             order += [start + position for position in mine]
         return groups, order
 
@@ -176,8 +177,10 @@ class Transfers:
 
     def stores_soon(self, num_requests: int) -> bool:
         """True while a store has not ended, or one of so many requests is none of a load's window."""
+        if num_requests > len(self._windows):
+            return True
         stores = any(not whole.rows for whole in self._whole.values())
-        return stores or num_requests > len(self._windows) or any(not each.loads for each in self._open.values())
+        return stores or any(not each.loads for each in self._open.values())
 
     def has(self, job_id: JobId) -> bool:
         """True if a job of this number has not ended."""
@@ -317,7 +320,7 @@ class Transfers:
         if count < len(transfer.todo):
             core.need_rows(min(len(transfer.todo), self._rows))
         if count:
-            positions = sorted(transfer.todo.pop() for _ in range(count))
+            positions = sorted([transfer.todo.pop() for _ in range(count)])
             self._begin(transfer, positions)
 
     def _begin(self, transfer: RunningJob, positions: list[int], request: ClientRequest | None = None) -> None:

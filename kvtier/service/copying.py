@@ -29,7 +29,7 @@ from kvtier.types.jobs import (
     dropped,
     failed,
 )
-from kvtier.types.keys import JobId, OffloadKey, key_group
+from kvtier.types.keys import JobId, OffloadKey, group_runs, key_group
 
 RUNS_KEPT_MAX = 1 << 16
 """Runs of outcomes in reports of workers that are kept: until the rest comes, or the engine's own word of their job."""
@@ -135,6 +135,8 @@ class Copying:
 
     def take_lent_now(self) -> list[wire.Lent]:
         """The rows that the engine has yet to be sent."""
+        if not self._lent_now:
+            return []
         rows = [row for row in self._lent_now if row in self.lent]
         self._lent_now.clear()
         parts = [rows[first : first + wire.ITEM_KEYS_MAX] for first in range(0, len(rows), wire.ITEM_KEYS_MAX)]
@@ -203,13 +205,13 @@ class Copying:
 
     def _store_job(self, job: JobId, part: JobPart) -> TransferJob:
         """A job of whole blocks. Its runs are placeholders: the workers have the GPU blocks from their engine."""
-        factor, keys = self._pool.geometry.factor, part.keys
-        groups = []
-        for group, run in groupby(range(len(keys)), key=lambda at: key_group(keys[at])):
-            at = list(run)
-            places = int_array([part.rows[i] for i in at]), int_array([part.generations[i] for i in at])
-            blocks = GPURuns.whole(range(len(at) * factor), factor)
-            groups.append(GPUGroup(group, tuple(keys[i] for i in at), blocks, *places))
+        factor, groups, first = self._pool.geometry.factor, [], 0
+        for group, count in group_runs(part.keys):
+            end = first + count
+            places = int_array(part.rows[first:end]), int_array(part.generations[first:end])
+            blocks = GPURuns.whole(range(count * factor), factor)
+            groups.append(GPUGroup(group, tuple(part.keys[first:end]), blocks, *places))
+            first = end
         return TransferJob(job, JobKind.STORE, tuple(groups), None)
 
     def load(self, item: wire.Load, leases: Leases | None, now: float) -> bool:
@@ -252,9 +254,9 @@ class Copying:
         before = self._reports.pop((item.job, worker), [])
         self._runs_kept -= len(before) + 1 if before else 0
         runs = before + item.outcomes
-        blocks = sum(count for count, _ in runs)
+        counts = [count for count, _ in runs]
         most = len(copy.rows) if copy is not None else wire.JOB_BLOCKS_MAX
-        if blocks > most or any(count < 1 for count, _ in item.outcomes):
+        if sum(counts) > most or min(counts, default=1) < 1:
             raise Breach(f"worker {worker} reports other blocks than job {item.job} has")
         if item.more:
             self._reports[item.job, worker] = self._kept(worker, runs)
@@ -326,7 +328,7 @@ class Copying:
 
     def on_fill_end(self, job_id: JobId, outcomes: Sequence[BlockOutcome]) -> None:
         """The control plane's job of a fill has ended."""
-        self._counts.stored += sum(each is STORED for each in outcomes)
+        self._counts.stored += outcomes.count(STORED)
         self._end_job(self._fills.pop(job_id), outcomes)
 
     def _end_job(self, job: int, outcomes: Sequence[BlockOutcome]) -> None:

@@ -260,7 +260,7 @@ class Leasing:
         self._lease(leases, {key: row for key, row in rows.items() if key not in leases.rows})
         leases.brought |= {key: position for key, position in reservation.brought.items() if key in rows}
         there = [rows.get(key) if at < waiting.count else None for at, key in enumerate(waiting.keys)]
-        states = bytearray(MISSING if row is None else LEASED for row in there)
+        states = bytearray([MISSING if row is None else LEASED for row in there])
         places = self._places([row for row in there if row is not None])
         if MISSING in states[: waiting.worth]:
             self._mark_late(states, waiting, now)

@@ -19,6 +19,7 @@ from kvtier.service.copying import Copy
 from kvtier.service.figures import document_of, parts_of
 from kvtier.service.hint_quota import HintQuota
 from kvtier.service.kept_memory import KeptMemory, intact_rows, parts_to_verify
+from kvtier.service.loans import Loans
 from kvtier.service.namespaces import KeySpace, Namespaces, read_namespace
 from kvtier.service.quotas import PoolState, Quotas
 from kvtier.service.requests import EngineRequests
@@ -39,8 +40,6 @@ from kvtier.types.namespace import Namespace
 
 DOCUMENT_SECONDS = 0.02
 """Time in which figures are collected once; that takes a millisecond."""
-LENT_AT_ONCE = 16
-"""Rows that an engine is lent before it is the turn of the others."""
 
 _log = logging.getLogger(__name__)
 
@@ -82,7 +81,7 @@ class Pool(TierStack):
         self._handling = False
         self._fills: dict[JobId, Session] = {}
         self._last = self._last_fill = 0
-        self._turns = 0
+        self._loans = Loans()
         self._document, self._document_until = b"", -math.inf
         self._wakes: asyncio.TimerHandle | None = None
 
@@ -486,42 +485,17 @@ class Pool(TierStack):
         while sum([session.advance(now) for session in working]):  # of each: `any` would stop at the first
             super()._carry_out()
             working = self._working()
-        if self._lend(working, now):
+        plane = self.plane
+        lends = self._loans.lend(plane, working, now)
+        if lends:
             super()._carry_out(pumps=False)
-        self._take_back(working)
-        if events := self.plane.take_events():
+        short = self._loans.take_back(plane, self.sessions.values(), working)
+        if events := plane.take_events():
             self._deliver_events(events)
-        working = self._working()
+        if lends or short or events:  # others may have something to be sent
+            working = self._working()
         self._set_wakes(working, now)
         self._send(working)
-
-    def _lend(self, working: Sequence[Session], now: float) -> bool:
-        """Lend rows to engines in turn, a few at a time if several want some; none while a reservation lacks rows.
-
-        True if rows were asked for.
-        """
-        asked, plane = False, self.plane
-        while not plane.control.shortage and (waiting := [each for each in working if each.rows_wanted]):
-            asked = True
-            first = min(waiting, key=lambda each: (each.lent_in_turn, each.number))
-            self._turns += 1
-            first.lent_in_turn = self._turns
-            wanted = first.rows_wanted
-            rows, generations = plane.lend(min(LENT_AT_ONCE, wanted) if len(waiting) > 1 else wanted, now)
-            if not rows:
-                break
-            first.copying.on_lent(rows, generations)
-        return asked
-
-    def _take_back(self, working: Sequence[Session]) -> None:
-        """Ask for leases, of the engine first that holds most, where rows are short; and for what is beyond bounds."""
-        control = self.plane.control
-        short = control.shortage
-        for_loans = not short
-        if not short and not control.cpu.available:
-            short = max((each.rows_wanted for each in working), default=0)
-        for session in sorted(self.sessions.values() if short else working, key=lambda each: -each.held):
-            short = max(0, short - session.take_back(short, for_loans))
 
     def _working(self) -> list[Session]:
         """The sessions that a step is for: most engines of many wait for nothing at a time."""
@@ -534,8 +508,9 @@ class Pool(TierStack):
 
     def _set_wakes(self, working: Sequence[Session], now: float) -> None:
         """The next time at which a session has work by time alone."""
-        at = min((each.leasing.wakes_at for each in working), default=math.inf)
+        at = math.inf
         for session in working:
+            at = min(at, session.leasing.wakes_at)
             if session.events and session.is_engine:
                 session.events.refill(now)
                 at = min(at, session.events.due_at)
@@ -552,7 +527,7 @@ class Pool(TierStack):
             self._carry_out()
 
     def _deliver(self, batch: Sequence[Arrival]) -> None:
-        if any(type(each) is PresenceAnswers for each in batch):
+        if PresenceAnswers in map(type, batch):
             for session in self.sessions.values():
                 session.leasing.lookups.look_now(self._clock())
         super()._deliver(batch)

@@ -376,9 +376,10 @@ class StackServer:
             if type(items[-1]) is wire.Quiet:
                 peer.quiet, items = True, items[:-1]
             self.pool.on_worker_items(session, peer.worker, items)
-            if any(type(item) is wire.Loaded for item in items):
+            kinds = set(map(type, items))
+            if wire.Loaded in kinds:
                 self._send_to(peer, [wire.LoadNoted()])
-            if any(type(item) is wire.Ready for item in items):
+            if wire.Ready in kinds:
                 self._end_earlier(peer.engine, peer.worker)
                 if self._former is not None and peer.pidfd in self._workers:
                     self._former.end(self._workers[peer.pidfd])
@@ -410,6 +411,8 @@ class StackServer:
             self._let_go(wire.Left)
 
     def _send(self, sessions: Sequence[Session]) -> None:
+        if not sessions:
+            return
         for engine in [each for each in self._engines.values() if each.session in sessions]:
             peer = engine.scheduler
             if peer is not None and not peer.session.lost:

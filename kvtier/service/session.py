@@ -29,7 +29,7 @@ from kvtier.service.wire import Breach, Item
 from kvtier.stack.watching.stats import EngineStats
 from kvtier.types.events import OffloadingEvent
 from kvtier.types.hints import HintRefusal, HintResult
-from kvtier.types.keys import GROUP_BYTES, JobId, OffloadKey, key_group
+from kvtier.types.keys import GROUP_BYTES, JobId, OffloadKey, group_runs
 
 NOTE_BYTES_MAX = 24 << 10
 REVOKED_AT_ONCE = 12
@@ -172,7 +172,7 @@ class Session:
     @property
     def serves(self) -> bool:
         """True if lookups are answered and fills are stored."""
-        return self.is_engine and not (self.shut or self._weights.is_open)
+        return self.space is not None and not (self.lost or self.shut or self._weights.is_open)
 
     # -- from the engine -----------------------------------------------------------------------------------------
 
@@ -181,8 +181,9 @@ class Session:
         handler = _HANDLERS.get(type(item))
         if handler is None:
             raise Breach(f"{type(item).__name__} is no item of an engine")
-        if any(len(getattr(item, name, "")) > wire.TEXT_CHARACTERS_MAX for name in ("request", "session", "reason")):
-            raise Breach(f"a text of {type(item).__name__} is too long")
+        for name in _TEXTS[type(item)]:
+            if len(getattr(item, name)) > wire.TEXT_CHARACTERS_MAX:
+                raise Breach(f"a text of {type(item).__name__} is too long")
         handler(self, item, now)
 
     def _look_up(self, item: wire.Ask | wire.Look, now: float) -> None:
@@ -433,9 +434,10 @@ class Session:
     @property
     def rows_wanted(self) -> int:
         """Rows that the engine would like to be lent, and may be: none while a reservation of it lacks some."""
-        if not self.serves or self.leasing.rows_wanted_back:
+        lent = len(self.copying.lent)
+        if max(self._wanted, self.copying.needed) <= lent or not self.serves or self.leasing.rows_wanted_back:
             return 0
-        quotas, lent = self._pool.quotas, len(self.copying.lent)
+        quotas = self._pool.quotas
         ahead = min(min(self._wanted, quotas.lent_most) - lent, quotas.lent_most_of_all - quotas.lent)
         return max(0, min(max(ahead, self.copying.needed - lent), quotas.pinned_most - self.held))
 
@@ -460,17 +462,17 @@ class Session:
         """
         if self.lost:
             return 0
-        wanted = max(rows, self.leasing.rows_wanted_back)
-        requests = self.leasing.revocable(wanted)
-        needed = self.leasing.rows_wanted_back if for_loans else wanted
-        lent = self.copying.take_excess(needed - sum(count for _, count in requests))
+        beyond = self.leasing.rows_wanted_back
+        wanted = max(rows, beyond)
+        requests = self.leasing.revocable(wanted) if wanted else []
+        leased = sum([count for _, count in requests]) if requests else 0
+        lent = self.copying.take_excess((beyond if for_loans else wanted) - leased)
         if lent:
             self._items.append(wire.Revoke([], lent))
         for first in range(0, len(requests), REVOKED_AT_ONCE):
             self._items.append(wire.Revoke([request for request, _ in requests[first : first + REVOKED_AT_ONCE]]))
-        revoked = lent + sum(count for _, count in requests)
-        self.counts.revoked_rows += revoked
-        return revoked
+        self.counts.revoked_rows += lent + leased
+        return lent + leased
 
     def lose(self, now: float) -> None:
         """The connection has ended. What the engine holds, its workers may use until all its processes have exited."""
@@ -489,7 +491,7 @@ class Session:
 
     def take_items(self, events: bool = True) -> list[Item]:
         """The items to be sent to the engine, in order; with events if there is room for them."""
-        items = [*self._items, *self.copying.take_lent_now()]
+        items = self._items + self.copying.take_lent_now()
         self._items.clear()
         if events and self.events and self.space is not None:
             items += self.events.take(self.space)
@@ -508,7 +510,7 @@ class Session:
         """Keys of an item, as the pool has them. Raises Breach, WireError."""
         keys = packed.unpack()
         least = min(map(len, keys), default=GROUP_BYTES + 1)
-        most = max(map(key_group, keys), default=0)
+        most, _ = max(group_runs(keys), default=(0, 0))
         if len(keys) > wire.ITEM_KEYS_MAX or least <= GROUP_BYTES or most >= self._pool.geometry.num_groups:
             raise Breach("too many keys, or one of a group that the layout does not have")
         return self.space.to_pool(keys) if self.space is not None else keys
@@ -547,3 +549,5 @@ _HANDLERS: dict[type[Item], Callable[[Session, Any, float], None]] = {
     wire.Hint: Session._hint,
     **dict.fromkeys((wire.Begin, wire.Extend, wire.End, wire.Touch, wire.Computed), Session._on_request_item),
 }
+_TEXTS = {kind: {"request", "session", "reason"}.intersection(kind.__struct_fields__) for kind in _HANDLERS}
+"""The fields of an item whose length is bounded here."""

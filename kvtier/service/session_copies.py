@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from errno import ECANCELED
-from itertools import chain
+from itertools import chain, islice
 from typing import ClassVar, Literal
 
 from kvtier.errors import UsageError
@@ -45,8 +45,8 @@ class FillEnds:
 
     def end(self, fills: Sequence[FilledRow], errors: Sequence[int]) -> None:
         """These fills have ended, each with 0 or an errno."""
-        self._ends.update((fill, [error, self._waiters]) for fill, error in zip(fills, errors, strict=True))
-        for fill in fills:
+        for fill, error in zip(fills, errors, strict=True):
+            self._ends[fill] = [error, self._waiters]
             for wait in self._waits.pop(fill, ()):
                 wait.left -= 1
                 if not wait.left and not wait.ended.done():
@@ -60,16 +60,15 @@ class FillEnds:
             for fill in left:
                 self._waits.setdefault(fill, []).append(wait)
             await wait.ended
-        return [self._take(fill) for fill in fills]
-
-    def _take(self, fill: FilledRow) -> int:
-        end = self._ends.get(fill)
-        if end is None:
-            return ECANCELED
-        end[1] -= 1
-        if not end[1]:
-            del self._ends[fill]
-        return end[0]
+        errors = []
+        for fill in fills:
+            end = self._ends.get(fill)
+            errors.append(ECANCELED if end is None else end[0])
+            if end is not None:
+                end[1] -= 1
+                if not end[1]:
+                    del self._ends[fill]
+        return errors
 
     def cancel(self) -> None:
         """Every fill that has not ended fails."""
@@ -104,11 +103,8 @@ class SessionCopies(LoadStore):
             for group in job.gpu_groups
             for fill in zip(group.rows.tolist(), group.generations.tolist(), strict=True)
         ]
-        errors = iter(await self._ends.wait(fills))
-        outcomes = tuple(
-            tuple(failed(error) if (error := next(errors)) else LOADED for _ in group.keys) for group in job.groups
-        )
-        return JobResult(job.job_id, outcomes)
+        ended = iter([failed(error) if error else LOADED for error in await self._ends.wait(fills)])
+        return JobResult(job.job_id, tuple([tuple(islice(ended, len(group.keys))) for group in job.groups]))
 
     async def store(self, job: TransferJob) -> JobResult:
         """Loads of engines never pass here: an engine copies out of the rows that are leased to it."""

@@ -5,6 +5,7 @@ KV cache group in four big-endian bytes. One flat `bytes` object keeps directori
 """
 
 from collections.abc import Iterable
+from itertools import groupby
 from typing import NewType
 
 OffloadKey = NewType("OffloadKey", bytes)
@@ -34,6 +35,12 @@ def block_keys(block_hashes: Iterable[bytes], group: int = 0) -> list[OffloadKey
 def key_group(key: OffloadKey) -> GroupIndex:
     """The KV cache group a key belongs to."""
     return GroupIndex(int.from_bytes(key[-GROUP_BYTES:], "big"))
+
+
+def group_runs(keys: Iterable[OffloadKey]) -> list[tuple[GroupIndex, int]]:
+    """(group, number of keys) of each run of keys of one group, in their order."""
+    groups = groupby([key[-GROUP_BYTES:] for key in keys])
+    return [(GroupIndex(int.from_bytes(group, "big")), len(list(run))) for group, run in groups]
 
 
 def key_hash(key: OffloadKey) -> bytes:

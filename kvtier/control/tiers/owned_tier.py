@@ -299,15 +299,16 @@ class OwnedTier(TierIndex):
 
     def unpin(self, slots: Sequence[int]) -> None:
         """Remove one pin from each (`pin` adds one); quarantined slots without a pin become free."""
-        for slot in self.table.unpin(slots):
-            self._end_quarantine(slot)
+        if ended := self.table.unpin(slots):
+            self._end_quarantine(ended)
 
-    def _end_quarantine(self, slot: int) -> None:
-        if self._errors.get(slot, 0) >= ERRORS_TO_RETIRE:
-            self.table.move((slot,), QUARANTINED, RETIRED)
-        else:
-            self.table.move((slot,), QUARANTINED, FREE)
-            self.placement.give_back((slot,))
+    def _end_quarantine(self, slots: Sequence[int]) -> None:
+        errors = self._errors
+        bad = {slot for slot in slots if errors.get(slot, 0) >= ERRORS_TO_RETIRE} if errors else ()
+        self.table.move(tuple(bad), QUARANTINED, RETIRED)
+        good = [slot for slot in slots if slot not in bad] if bad else slots
+        self.table.move(good, QUARANTINED, FREE)
+        self.placement.give_back(good)
 
     def touch(self, slots: Sequence[int]) -> None:
         """These ready slots were used; the last one is the most recent."""
@@ -378,7 +379,7 @@ class OwnedTier(TierIndex):
         table.move((slot,), READY, QUARANTINED)
         if not table.pins[slot]:
             table.evictable -= 1
-            self._end_quarantine(slot)
+            self._end_quarantine((slot,))
 
     def reset(self) -> None:
         """Everything becomes unreachable at once; slots still pinned are quarantined until they are unpinned."""

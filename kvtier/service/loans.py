@@ -1,0 +1,50 @@
+"""Rows that engines are lent ahead, in turn, and rows that are asked back from them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from kvtier.control.plane.control_plane import ControlPlane
+from kvtier.service.session import Session
+
+LENT_AT_ONCE = 16
+"""Rows that an engine is lent before it is the turn of the others."""
+
+
+class Loans:
+    """The turns of engines that are lent rows."""
+
+    def __init__(self) -> None:
+        self._turns = 0
+
+    def lend(self, plane: ControlPlane, working: Sequence[Session], now: float) -> bool:
+        """Lend rows to engines in turn, a few at a time if several want some; none while a reservation lacks rows.
+
+        True if rows were asked for.
+        """
+        asked = False
+        while working and not plane.control.shortage and (waiting := [each for each in working if each.rows_wanted]):
+            asked, alone = True, len(waiting) == 1
+            first = waiting[0] if alone else min(waiting, key=lambda each: (each.lent_in_turn, each.number))
+            self._turns += 1
+            first.lent_in_turn = self._turns
+            wanted = first.rows_wanted if alone else min(LENT_AT_ONCE, first.rows_wanted)
+            rows, generations = plane.lend(wanted, now)
+            first.copying.on_lent(rows, generations)
+            if not rows or (alone and len(rows) == wanted):
+                break
+        return asked
+
+    def take_back(self, plane: ControlPlane, sessions: Collection[Session], working: Sequence[Session]) -> bool:
+        """Ask for leases, of the engine first that holds most, where rows are short; and for what is beyond bounds.
+
+        True if rows are short: then others than the `working` sessions were asked too.
+        """
+        short = plane.control.shortage
+        for_loans = not short
+        if working and not short and not plane.control.cpu.available:
+            short = max((each.rows_wanted for each in working), default=0)
+        left = short
+        for session in sorted(sessions, key=lambda each: -each.held) if short else working:
+            left = max(0, left - session.take_back(left, for_loans))
+        return short > 0
