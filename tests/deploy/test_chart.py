@@ -132,5 +132,5 @@ def test_engines_in_containers_of_their_own_share_by_the_folder_alone(tmp_path: 
             subprocess.run(["pkill", "-KILL", "-P", str(service.pid)], check=False)
     shutil.rmtree(folder)
     blocks = json.loads(found.read_text())["blocks"]
-    assert blocks["loaded"] == blocks["loaded_of_recovered"] > 100
-    assert (blocks["mismatched"], blocks["stored"]) == (0, 0)
+    assert blocks["mismatched"] == 0
+    assert blocks["loaded_of_recovered"] > max(100, blocks["loaded"] // 2)  # what is verified late is computed again
