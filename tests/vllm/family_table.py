@@ -84,6 +84,7 @@ def measure(row: Row, folder: Path) -> Restored:
         control=control,
         own=sum(own.cached),
         own_is_equal=own.tokens == plain.tokens and distance(plain, own) <= LOGPROB_MAX,
+        own_logprob=distance(plain, own),
     )
 
 
