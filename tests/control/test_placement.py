@@ -8,7 +8,7 @@ import pytest
 from support_control import ROW_BYTES, World, below, cpu_setup, fs_setup, key
 
 from kvtier.control.tiers.owned_tier import OwnedTier
-from kvtier.control.tiers.slot_table import ABSENT, RETIRED
+from kvtier.control.tiers.slot_table import ABSENT, FREE, READY, RETIRED
 from kvtier.errors import IntegrityError
 from kvtier.tier.contract import Recovered, SlotSpace
 from kvtier.types.arrays import int_array
@@ -150,6 +150,22 @@ def test_a_retired_place_stays_out_of_use_when_regions_change_their_size():
         fill(owned, [key(number, 1)])
     assert owned.table.state[bad] == RETIRED
     assert len(regions_of(owned, 1)) == 2
+
+
+def test_of_places_whose_last_use_ends_at_once_only_the_bad_one_is_retired():
+    owned = tier(regions=1, sizes=(SMALL,))
+    bad, *others = fill(owned, keys(0, 4))
+    assert owned.discard(bad, owned.table.generation[bad])
+    fill(owned, keys(8, 9))
+    assert owned.table.state[bad] == READY
+    owned.table.pin([bad, *others])
+    assert owned.discard(bad, owned.table.generation[bad])
+    owned.remove(others)
+    owned.check()
+    owned.unpin([others[0], bad, *others[1:]])
+    owned.check()
+    assert [owned.table.state[slot] for slot in (bad, *others)] == [RETIRED, FREE, FREE, FREE]
+    assert set(fill(owned, keys(20, 3))) == set(others)
 
 
 def test_a_region_holds_what_the_sum_of_states_says():

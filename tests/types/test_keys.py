@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields, replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.types.geometry import GroupKind, GroupLayout, KVLayout, TensorRef
-from kvtier.types.keys import key_group, key_hash, make_key
+from kvtier.types.keys import group_runs, key_group, key_hash, make_key
 from kvtier.types.namespace import DIGEST_BYTES, Namespace
 
 GROUPS = st.integers(0, 2**32 - 1)
@@ -26,6 +27,14 @@ def test_a_key_gives_back_its_hash_and_its_group(block_hash: bytes, group: int) 
 @given(st.tuples(st.binary(min_size=1, max_size=9), GROUPS), st.tuples(st.binary(min_size=1, max_size=9), GROUPS))
 def test_different_hashes_or_groups_never_make_one_key(one: tuple[bytes, int], other: tuple[bytes, int]) -> None:
     assert (make_key(*one) == make_key(*other)) == (one == other)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3) | GROUPS, st.integers(1, 4))))
+def test_runs_of_groups_say_which_keys_follow_each_other(said: list[tuple[int, int]]) -> None:
+    keys = [make_key(b"hash", group) for group, count in said for _ in range(count)]
+    runs = group_runs(keys)
+    assert [group for group, count in runs for _ in range(count)] == list(map(key_group, keys))
+    assert all(one != other for (one, _), (other, _) in pairwise(runs))
 
 
 def test_a_group_that_does_not_fit_is_refused() -> None:
