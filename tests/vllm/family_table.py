@@ -67,6 +67,8 @@ def measure(row: Row, folder: Path) -> Restored:
     ) as vllm:
         plain = vllm.generate(asked(row), **ask)
         own = vllm.generate(asked(row), **ask)
+        vllm.reset()
+        again = vllm.generate(asked(row), **ask)
         control = differs(plain, vllm.generate(other_context(row), **ask))
         if row.control is not None:
             control &= differs(plain, vllm.generate(asked(row), **row.control))
@@ -84,7 +86,7 @@ def measure(row: Row, folder: Path) -> Restored:
         control=control,
         own=sum(own.cached),
         own_is_equal=own.tokens == plain.tokens and distance(plain, own) <= LOGPROB_MAX,
-        own_logprob=distance(plain, own),
+        scatter=max(distance(plain, answer) for answer in (own, again, cold)),
     )
 
 

@@ -21,7 +21,7 @@ MODELS: dict[str, dict[str, Any]] = {
 """How vLLM runs each model."""
 
 
-def sharing(count: int, shared: int, length: int) -> list[list[int]]:
+def sharing(count: int, shared: int = 700, length: int = 1500) -> list[list[int]]:
     rng = random.Random(SEED)
     prefix = [rng.randrange(3, VOCABULARY) for _ in range(shared)]
     return [prefix + [rng.randrange(3, VOCABULARY) for _ in range(length - shared)] for _ in range(count)]
@@ -63,7 +63,7 @@ def test_a_shared_prefix_is_restored_from_the_third_request_on(kind, root, tmp_p
 def test_turned_off_it_stores_what_vllm_stores(models, root, tmp_path):
     off = {"vllms_connector": False, "connector": {"shared_prefixes": False}, **HYBRID}
     with engine(models["gemma3"], tmp_path, two_tiers(root), **off) as vllm:
-        _, cached = one_by_one(vllm, sharing(4, 700, 1500))
+        _, cached = one_by_one(vllm, sharing(4))
     assert cached == [0, 0, 0, 0]
 
 
