@@ -124,10 +124,7 @@ class Counter:
         finally:
             self._on = False
             gc.enable()
-        self.counts.append(self._count())
-
-    def _count(self) -> Count:
-        return self.count_without(())
+        self.counts.append(self.count_without(()))
 
     def count_without(self, threads: Collection[int | None]) -> Count:
         """The last trip, but for these threads."""

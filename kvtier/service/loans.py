@@ -23,16 +23,19 @@ class Loans:
         True if rows were asked for.
         """
         asked = False
-        while working and not plane.control.shortage and (waiting := [each for each in working if each.rows_wanted]):
-            asked, alone = True, len(waiting) == 1
-            first = waiting[0] if alone else min(waiting, key=lambda each: (each.lent_in_turn, each.number))
+        while not plane.control.shortage:
+            waiting = {each: wanted for each in working if (wanted := each.rows_wanted)}
+            if not waiting:
+                break
+            asked = True
+            first = min(waiting, key=lambda each: (each.lent_in_turn, each.number))
             self._turns += 1
             first.lent_in_turn = self._turns
-            wanted = first.rows_wanted if alone else min(LENT_AT_ONCE, first.rows_wanted)
-            rows, generations = plane.lend(wanted, now)
-            first.copying.on_lent(rows, generations)
-            if not rows or (alone and len(rows) == wanted):
+            wanted = waiting[first]
+            rows, generations = plane.lend(min(LENT_AT_ONCE, wanted) if len(waiting) > 1 else wanted, now)
+            if not rows:
                 break
+            first.copying.on_lent(rows, generations)
         return asked
 
     def take_back(self, plane: ControlPlane, sessions: Collection[Session], working: Sequence[Session]) -> bool:

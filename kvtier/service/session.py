@@ -172,7 +172,7 @@ class Session:
     @property
     def serves(self) -> bool:
         """True if lookups are answered and fills are stored."""
-        return self.space is not None and not (self.lost or self.shut or self._weights.is_open)
+        return self.is_engine and not (self.shut or self._weights.is_open)
 
     # -- from the engine -----------------------------------------------------------------------------------------
 
@@ -464,8 +464,8 @@ class Session:
             return 0
         beyond = self.leasing.rows_wanted_back
         wanted = max(rows, beyond)
-        requests = self.leasing.revocable(wanted) if wanted else []
-        leased = sum([count for _, count in requests]) if requests else 0
+        requests = self.leasing.revocable(wanted)
+        leased = sum([count for _, count in requests])
         lent = self.copying.take_excess((beyond if for_loans else wanted) - leased)
         if lent:
             self._items.append(wire.Revoke([], lent))
