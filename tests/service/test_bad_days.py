@@ -158,7 +158,7 @@ def test_answers_to_lookups_are_forgotten_although_another_goes_on(
             stack.step()
             stack._client._may_wait = False
             stack.lookup(block_keys(32, 1000 + number * 32))
-            stack.wait(0.01)
+            stack.wait(1.0)  # for the answer to the lookup before
             most = max(most, len(stack._client._looks.states))
         assert most <= 32 * 20
 
