@@ -40,7 +40,7 @@ from kvtier.types.jobs import (
     TransferJob,
     failed,
 )
-from kvtier.types.keys import CPU
+from kvtier.types.keys import CPU, GroupIndex
 from kvtier.types.values import job_value
 from kvtier_cpu.region.opening import RegionHost, attach_region, open_kept, open_region
 from kvtier_cpu.region.populate import HUGE_BYTES, private_works
@@ -51,6 +51,9 @@ if TYPE_CHECKING:
 
 TRANSFER_OF, IS_OK = attrgetter("transfer"), attrgetter("ok")
 T = TypeVar("T")
+
+FilledRows = Sequence[tuple[GroupIndex, Sequence[int]]]
+"""(group, rows) of rows that hold blocks."""
 
 PIECE_BYTES = 4 << 20
 """Bytes that one call clears and hashes: below a millisecond, so that several jobs share the threads fairly."""
@@ -122,6 +125,18 @@ class RowHashing:
         self._pool = pool
         self._budget = ByteBudget()
 
+    def at_once(self, region: SharedRegion, filled: FilledRows) -> bool:
+        """Seal these rows now, if they are short, and few enough for this turn of the loop."""
+        nbytes = longest = 0
+        for group, rows in filled:
+            size = region.geometry.aligned_bytes(group)
+            longest, nbytes = max(longest, size), nbytes + size * len(rows)
+        if longest > SHORT_BYTES or nbytes > PIECE_BYTES or not self._budget.take(nbytes):
+            return False
+        for group, rows in filled:
+            seal_rows(region, group, np.array(rows, np.int64))
+        return True
+
     async def each(
         self, call: Callable[[SharedRegion, int, IntArray], T], region: SharedRegion, group: int, rows: IntArray
     ) -> list[T]:
@@ -162,7 +177,7 @@ class CPUBackend(LoadStore):
         self._huge: HugePages | None = None
         self._pool = DaemonPool("kvtier-cpu", POOL_THREADS)
         self._hashing = RowHashing(self._pool)
-        self._transfers: set[asyncio.Future[JobResult]] = set()
+        self._transfers: set[asyncio.Future[Any]] = set()
         self._open_region: Callable[[RegionSpec, RegionHost], SharedRegion] = open_region
         self.counters = Counter[str]()
 
@@ -236,6 +251,23 @@ class CPUBackend(LoadStore):
         CORRUPT and not copied.
         """
         return self._transfer(self._load, job)
+
+    def seal(self, filled: FilledRows) -> asyncio.Future[None] | None:
+        """Seal rows that other processes have filled: short ones at once, others on the tier's threads.
+
+        `close` waits for those, as for transfers.
+        """
+        region = self.rows
+        if self._hashing.at_once(region, filled):
+            return None
+        task = asyncio.ensure_future(self._seal(region, filled))
+        self._transfers.add(task)
+        task.add_done_callback(self._transfers.discard)
+        return task
+
+    async def _seal(self, region: SharedRegion, filled: FilledRows) -> None:
+        for group, rows in filled:
+            await self._hashing.each(seal_rows, region, group, np.array(rows, np.int64))
 
     async def close(self) -> None:
         """Wait for transfers in flight, up to a deadline, and release the region. Idempotent.

@@ -50,15 +50,20 @@ class ByteBudget:
 
     async def reserve(self, nbytes: int) -> None:
         """Return when the caller may work on these bytes: in this turn, or the first that has room for them."""
-        loop = asyncio.get_running_loop()
-        if self._waiting or self._used >= self._bytes_per_turn:
-            mine: asyncio.Future[None] = loop.create_future()
+        if not self.take(nbytes):
+            mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.append((nbytes, mine))
             await mine
-            return
+
+    def take(self, nbytes: int) -> bool:
+        """True if this turn has room: then the caller works on these bytes now. Call in the loop."""
+        if self._waiting or self._used >= self._bytes_per_turn:
+            return False
         if not self._used:
+            loop = asyncio.get_running_loop()
             loop.call_soon(self._begin_turn, loop)
         self._used += nbytes
+        return True
 
     def _begin_turn(self, loop: asyncio.AbstractEventLoop) -> None:
         self._used = 0

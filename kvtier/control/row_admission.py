@@ -190,7 +190,7 @@ class RowAdmission:
         if type(request) is LoadRequest:
             if self._requests.pop(age, None) is not None:
                 self._loads.remove(age)
-        elif isinstance(request, StoreRequest):  # into lent rows too
+        elif type(request) is StoreRequest:
             del self._stores[age]
             if self._stores_waiting:
                 self._stores_waiting.discard(age)

@@ -85,7 +85,8 @@ class Channel:
     """Items out by `send`, items in by `receive`. From one thread.
 
     `closed` is True once the peer is gone or broke the protocol, with `fault` in words: nothing is sent or received any
-    more. Messages of both directions are numbered from 0, so that a lost one is seen.
+    more. Messages of both directions are numbered from 0, so that a lost one is seen. `waiting_bytes` are those of
+    messages that the socket had no room for.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class Channel:
         self._theirs = theirs
         self._most, self._send_most = outbox_bytes_max, send_bytes_max
         self._outbox: deque[bytes] = deque()
-        self._waiting = self._sent = self._received = 0
+        self.waiting_bytes = self._sent = self._received = 0
         self._inbox = _Inbox(sock.fileno())
         self.closed = False
         self.fault = ""
@@ -108,11 +109,6 @@ class Channel:
     def fileno(self) -> int:
         """The socket's descriptor: readable when `receive` has something to return."""
         return self._sock.fileno()
-
-    @property
-    def waiting_bytes(self) -> int:
-        """Bytes of messages that the socket had no room for."""
-        return self._waiting
 
     def send(self, items: Sequence[Item]) -> bool:
         """Send these items, or keep them until `flush` can. False if the outbox has no room: nothing of them was kept.
@@ -123,11 +119,11 @@ class Channel:
             return False
         messages = Codec.encode(items, self._sent)
         size = sum(map(len, messages))
-        if self._waiting + size > (self._most if self._waiting else self._send_most):
+        if self.waiting_bytes + size > (self._most if self.waiting_bytes else self._send_most):
             return False
         self._sent += len(messages)
         self._outbox.extend(messages)
-        self._waiting += size
+        self.waiting_bytes += size
         self.flush()
         return not self.closed
 
@@ -143,7 +139,7 @@ class Channel:
                 self._end(os.strerror(number))
                 return True
             outbox.popleft()
-            self._waiting -= len(message)
+            self.waiting_bytes -= len(message)
         return not outbox
 
     def receive(self, messages_max: int = 1 << 30) -> list[Any]:
@@ -184,7 +180,7 @@ class Channel:
     def _end(self, fault: str) -> None:
         self.closed, self.fault = True, fault
         self._outbox.clear()
-        self._waiting = 0
+        self.waiting_bytes = 0
 
     def give_up(self, fault: str) -> None:
         """Count as closed, for this reason."""

@@ -6,8 +6,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from errno import ECONNRESET, ESTALE
+from functools import partial
 from itertools import groupby
 
+from kvtier.control.flow.lent_fills import LentFill
 from kvtier.control.flow.loads import LeasedLoad
 from kvtier.control.jobs import CPU_TIER
 from kvtier.service import wire
@@ -15,24 +17,13 @@ from kvtier.service.leasing import Leases
 from kvtier.service.quotas import PoolState
 from kvtier.service.wire import Breach, Item
 from kvtier.stack.watching.stats import EngineStats
-from kvtier.types.arrays import int_array
-from kvtier.types.gpu_runs import GPURuns
-from kvtier.types.jobs import (
-    CANCELLED,
-    LOADED,
-    STORED,
-    BlockOutcome,
-    DropReason,
-    GPUGroup,
-    JobKind,
-    TransferJob,
-    dropped,
-    failed,
-)
-from kvtier.types.keys import JobId, OffloadKey, group_runs, key_group
+from kvtier.types.jobs import CANCELLED, LOADED, STORED, BlockOutcome, DropReason, JobKind, dropped, failed
+from kvtier.types.keys import OffloadKey, key_group
 
 RUNS_KEPT_MAX = 1 << 16
 """Runs of outcomes in reports of workers that are kept: until the rest comes, or the engine's own word of their job."""
+LENT_PARTS = 4
+"""An engine is lent rows ahead once one of so many parts of them is missing, and not one row after another."""
 ENGINE = -1
 """In the place of a worker: the engine's own word, for a fill that waits."""
 HELD_BACK = dropped(DropReason.HELD_BACK)
@@ -56,7 +47,7 @@ class Copy:
 
     `load` is that of the control plane, for rows that hold what was stored; None for a fill, and after a reset.
     `brought`: positions of the lower tiers that brought its keys up.
-    A `spare` fill is of no use: its rows are free when it has ended.
+    `fill` is that of the control plane; without one a fill is of no use: its rows are free when it has ended.
     """
 
     job: int
@@ -65,13 +56,15 @@ class Copy:
     left: set[int]
     errors: list[int]
     fills: bool
-    spare: bool = False
+    fill: LentFill | None = None
     load: LeasedLoad | None = None
     brought: dict[OffloadKey, int] = field(default_factory=dict)
 
-    def report(self, worker: int, errors: Sequence[int]) -> bool:
+    def report(self, worker: int, errors: list[int]) -> bool:
         """A worker's part has ended. True if that was the last."""
-        self.errors = [mine or theirs for mine, theirs in zip(self.errors, errors, strict=True)]
+        if any(self.errors):
+            errors = [mine or theirs for mine, theirs in zip(self.errors, errors, strict=True)]
+        self.errors = errors
         self.left.discard(worker)
         return not self.left
 
@@ -83,7 +76,9 @@ class Copying:
     `needed`: rows that the engine needs now, beside those that are lent ahead.
     """
 
-    def __init__(self, pool: PoolState, out: list[Item], end_fill: Callable[[Copy], None], counts: EngineStats) -> None:
+    def __init__(
+        self, pool: PoolState, out: list[Item], end_fill: Callable[[Copy, float], None], counts: EngineStats
+    ) -> None:
         self.lent: dict[int, int] = {}
         self.needed = 0
         self.rows = 0
@@ -101,7 +96,9 @@ class Copying:
         self._part: JobPart | None = None
         self._reports: dict[tuple[int, int], list[tuple[int, int]]] = {}
         self._runs_kept = 0
-        self._fills: dict[JobId, int] = {}
+        self._fills: set[int] = set()
+        traffic = pool.stack.dispatcher.queues[CPU_TIER].traffic
+        self._traffic = {True: traffic[JobKind.STORE], False: traffic[JobKind.LOAD]}
 
     @property
     def held(self) -> int:
@@ -120,12 +117,19 @@ class Copying:
 
     def has_work(self, wanted: int) -> bool:
         """True if the engine may be lent rows, has yet to be sent some, or has some beyond its bound."""
-        lent, quotas = len(self.lent), self._pool.quotas
-        most = quotas.lent_most
-        lacks = lent < self.needed or (lent < min(wanted, most) and quotas.lent < quotas.lent_most_of_all)
-        return lacks or lent > most or bool(self._lent_now)
+        beyond = len(self.lent) > self._pool.quotas.lent_most
+        return beyond or bool(self._lent_now) or self.rows_lacking(wanted) > 0
 
     # -- rows lent ahead -----------------------------------------------------------------------------------------
+
+    def rows_lacking(self, wanted: int) -> int:
+        """Rows that the engine needs now, or all that lack of those it wants ahead, once a part of them does."""
+        lent, quotas = len(self.lent), self._pool.quotas
+        ahead = min(wanted, quotas.lent_most)
+        lacking = ahead - lent
+        if lacking < max(1, ahead // LENT_PARTS):
+            lacking = 0
+        return max(min(lacking, quotas.lent_most_of_all - quotas.lent), self.needed - lent)
 
     def on_lent(self, rows: Sequence[int], generations: Sequence[int]) -> None:
         """These rows are lent to the engine."""
@@ -169,23 +173,21 @@ class Copying:
 
     # -- copies --------------------------------------------------------------------------------------------------
 
-    def fill(self, item: wire.Fill, keys: list[OffloadKey], next_job: Callable[[], JobId] | None, now: float) -> None:
-        """A copy into lent rows begins. Without numbers for jobs of the control plane the blocks are dropped."""
+    def fill(self, item: wire.Fill, keys: list[OffloadKey], stores: bool, now: float) -> None:
+        """A copy into lent rows begins. The blocks are dropped unless this `stores` them. Raises Breach."""
         part = self._whole(item, keys)
         if part is None:
             return
         if len(part.keys) != len(part.rows):
             raise Breach("a fill has as many keys as rows")
         self._take_lent(part.rows, part.generations)
-        copy = self._begin(part)
-        if next_job is None:
-            copy.spare = True
-            self._pool.plane.control.cpu.end_loan(part.rows)
+        copy = self._begin(part, now)
+        if stores:
+            self._fills.add(part.job)
+            copy.fill = self._pool.plane.begin_fill(part.keys, part.rows, partial(self._on_fill_end, part.job), now)
         else:
-            job = self._store_job(next_job(), part)
-            self._fills[job.job_id] = part.job
-            self._pool.plane.fill(job, now)
-        self._take_early(copy)
+            self._pool.plane.control.cpu.end_loan(part.rows)
+        self._take_early(copy, now)
 
     def _whole(self, item: wire.Fill | wire.Load, keys: Sequence[OffloadKey] = ()) -> JobPart | None:
         """The job with the rows of this item, unless more are to come. Raises Breach."""
@@ -203,17 +205,6 @@ class Copying:
         self._part = part if item.more else None
         return None if item.more else part
 
-    def _store_job(self, job: JobId, part: JobPart) -> TransferJob:
-        """A job of whole blocks. Its runs are placeholders: the workers have the GPU blocks from their engine."""
-        factor, groups, first = self._pool.geometry.factor, [], 0
-        for group, count in group_runs(part.keys):
-            end = first + count
-            places = int_array(part.rows[first:end]), int_array(part.generations[first:end])
-            blocks = GPURuns.whole(range(count * factor), factor)
-            groups.append(GPUGroup(group, tuple(part.keys[first:end]), blocks, *places))
-            first = end
-        return TransferJob(job, JobKind.STORE, tuple(groups), None)
-
     def load(self, item: wire.Load, leases: Leases | None, now: float) -> bool:
         """A copy out of leased rows, which it pins, begins. False if more of it is to come. Raises Breach."""
         part = self._whole(item)
@@ -227,28 +218,29 @@ class Copying:
             raise Breach("a load names rows that are not leased to its request")
         if [int(generation[row]) for row in rows] != part.generations:
             raise Breach("a load names another fill than its rows have")
-        copy = self._begin(part)
+        copy = self._begin(part, now)
         if void.isdisjoint(rows):
             keys = [named[row] for row in rows]
             copy.brought = {key: leases.brought[key] for key in keys if key in leases.brought}
             copy.load = plane.begin_leased_load(keys, rows, copy.brought, now)
         else:
             plane.control.cpu.pin(rows)
-        self._take_early(copy)
+        self._take_early(copy, now)
         return True
 
-    def _begin(self, part: JobPart) -> Copy:
+    def _begin(self, part: JobPart, now: float) -> Copy:
         self._last_job = part.job
         left = {ENGINE} if part.waits else set()
         left.update(range(self._fillers if part.fills else self._workers))
         errors = [0] * len(part.rows)
         copy = self._copies[part.job] = Copy(part.job, part.rows, part.generations, left, errors, part.fills)
         self.rows += len(part.rows)
+        self._traffic[part.fills].begin(copy, len(part.rows) * self._pool.geometry.row_bytes, now)
         return copy
 
     # -- reports -------------------------------------------------------------------------------------------------
 
-    def on_copied(self, worker: int, item: wire.Copied) -> None:
+    def on_copied(self, worker: int, item: wire.Copied, now: float) -> None:
         """A worker's part has ended. Raises Breach for a copy that is not its, or other outcomes than it has blocks."""
         copy = self._copies.get(item.job)
         before = self._reports.pop((item.job, worker), [])
@@ -263,14 +255,14 @@ class Copying:
         elif copy is None:
             self._keep_early(worker, item.job, runs)
         else:
-            self._report(copy, worker, runs)
+            self._report(copy, worker, runs, now)
 
-    def on_filled(self, item: wire.Filled) -> None:
+    def on_filled(self, item: wire.Filled, now: float) -> None:
         """The engine's own word of a fill that waits. Raises Breach for another copy."""
         copy = self._copies.get(item.job)
         if copy is None or not copy.fills:
             raise Breach(f"an engine says that job {item.job} is filled, which is not in flight")
-        self._report(copy, ENGINE, [(len(copy.rows), item.errno)])
+        self._report(copy, ENGINE, [(len(copy.rows), item.errno)], now)
 
     def _kept(self, worker: int, runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
         self._runs_kept += len(runs) + 1
@@ -287,12 +279,12 @@ class Copying:
             raise Breach(f"worker {worker} reports job {job}, which is not in flight")
         self._early[job] = reports | {worker: self._kept(worker, runs)}
 
-    def _take_early(self, copy: Copy) -> None:
+    def _take_early(self, copy: Copy, now: float) -> None:
         for worker, runs in self._early.pop(copy.job, {}).items():
             self._runs_kept -= len(runs) + 1
-            self._report(copy, worker, runs)
+            self._report(copy, worker, runs, now)
 
-    def _report(self, copy: Copy, worker: int, runs: Sequence[tuple[int, int]]) -> None:
+    def _report(self, copy: Copy, worker: int, runs: Sequence[tuple[int, int]], now: float) -> None:
         if copy.fills and worker >= self._fillers:
             return
         errors = [error for count, error in runs for _ in range(count)]
@@ -302,13 +294,14 @@ class Copying:
             return
         del self._copies[copy.job]
         self.rows -= len(copy.rows)
+        self._traffic[copy.fills].end(copy, len(copy.rows) * self._pool.geometry.row_bytes, now)
         if not copy.fills:
             self._end_load(copy)
-        elif copy.spare:
+        elif copy.fill is not None:
+            self._end_fill(copy, now)
+        else:
             self._pool.plane.control.cpu.unpin(copy.rows)
             self._end_job(copy.job, [HELD_BACK] * len(copy.rows))
-        else:
-            self._end_fill(copy)  # the control plane's own job ends with it; its result is the engine's
 
     def _end_load(self, copy: Copy) -> None:
         plane, geometry = self._pool.plane, self._pool.geometry
@@ -326,10 +319,11 @@ class Copying:
             self._counts.loaded[name] = self._counts.loaded.get(name, 0) + count
         self._end_job(copy.job, outcomes)
 
-    def on_fill_end(self, job_id: JobId, outcomes: Sequence[BlockOutcome]) -> None:
-        """The control plane's job of a fill has ended."""
+    def _on_fill_end(self, job: int, outcomes: Sequence[BlockOutcome]) -> None:
+        """Every block of a fill has an outcome."""
         self._counts.stored += outcomes.count(STORED)
-        self._end_job(self._fills.pop(job_id), outcomes)
+        self._fills.discard(job)
+        self._end_job(job, outcomes)
 
     def _end_job(self, job: int, outcomes: Sequence[BlockOutcome]) -> None:
         runs = [
@@ -346,7 +340,7 @@ class Copying:
             if copy.fills:
                 copy.errors = [error or ESTALE for error in copy.errors]
 
-    def end_all(self) -> None:
+    def end_all(self, now: float) -> None:
         """No process of the engine copies any more: rows that are lent come back, copies in flight have failed."""
         rows = list(self.lent)
         self._pool.plane.return_lent(rows)
@@ -356,4 +350,4 @@ class Copying:
         self._reports.clear()
         for copy in list(self._copies.values()):
             for worker in sorted(copy.left):
-                self._report(copy, worker, [(len(copy.rows), ECONNRESET)])
+                self._report(copy, worker, [(len(copy.rows), ECONNRESET)], now)

@@ -236,7 +236,9 @@ class Leasing:
     @property
     def wakes_at(self) -> float:
         """The time at which a reservation is to be begun that did not fit, or a lookup goes on."""
-        return min(next((each.deadline for each in self._to_begin.values()), math.inf), self.lookups.look_at)
+        if not self._to_begin:
+            return self.lookups.look_at
+        return min(next(iter(self._to_begin.values())).deadline, self.lookups.look_at)
 
     def advance(self, now: float) -> bool:
         """Answer reservations that are served, begin others. True if the control plane is to be pumped again."""

@@ -28,14 +28,16 @@ class Loans:
             if not waiting:
                 break
             asked = True
-            first = min(waiting, key=lambda each: (each.lent_in_turn, each.number))
+            (first, wanted), *others = waiting.items()
+            if others:
+                first = min(waiting, key=lambda each: (each.lent_in_turn, each.number))
+                wanted = min(LENT_AT_ONCE, waiting[first])
             self._turns += 1
             first.lent_in_turn = self._turns
-            wanted = waiting[first]
-            rows, generations = plane.lend(min(LENT_AT_ONCE, wanted) if len(waiting) > 1 else wanted, now)
-            if not rows:
-                break
+            rows, generations = plane.lend(wanted, now)
             first.copying.on_lent(rows, generations)
+            if not (rows and others):
+                break
         return asked
 
     def take_back(self, plane: ControlPlane, sessions: Collection[Session], working: Sequence[Session]) -> bool:

@@ -25,17 +25,15 @@ from kvtier.service.quotas import PoolState, Quotas
 from kvtier.service.requests import EngineRequests
 from kvtier.service.row_audit import RowAudit, audit_rows
 from kvtier.service.session import Session
-from kvtier.service.session_copies import FillEnds, SessionCopies
 from kvtier.service.wire import Breach, Hello, WireError
 from kvtier.stack.assembly import StackParts
 from kvtier.stack.guard import guard_step
 from kvtier.stack.tier_stack import TierStack
 from kvtier.stack.watching.stats import EngineStats
-from kvtier.tier.contract import FitsGeometry, LoadStore, ProvidesRows
+from kvtier.tier.contract import FitsGeometry, LoadStore, ProvidesRows, SealsRows
 from kvtier.types.events import OffloadingEvent
 from kvtier.types.geometry import KVLayout
-from kvtier.types.jobs import JobResult
-from kvtier.types.keys import CPU, GroupIndex, JobId, OffloadKey
+from kvtier.types.keys import CPU, GroupIndex, OffloadKey
 from kvtier.types.namespace import Namespace
 
 DOCUMENT_SECONDS = 0.02
@@ -61,10 +59,8 @@ class Pool(TierStack):
         """`parts` without tensors, GPU tier and workers: those are the engines'. `send` is called in a step with the
         sessions that may have items: it must not call the pool. `named` adds what the stack file says of a namespace.
         `kept` has the rows that a former process has left, and keeps those of this one."""
-        layout = parts.namespace.layout
-        self._ends = FillEnds(layout.world_size if not layout.replicated else 1)
-        workers = [SessionCopies(self._ends) for _ in range(layout.world_size)]
-        super().__init__(replace(parts, namespace=Namespace(layout), kv_caches=None, workers=workers))
+        namespace = Namespace(parts.namespace.layout)
+        super().__init__(replace(parts, namespace=namespace, kv_caches=None, lends_rows=True))
         self.sessions: dict[int, Session] = {}
         self.fault = ""
         self.on_defect: Callable[[BaseException], None] = lambda error: None
@@ -79,8 +75,7 @@ class Pool(TierStack):
         self._joins: set[asyncio.Task[None]] = set()
         self._send = send
         self._handling = False
-        self._fills: dict[JobId, Session] = {}
-        self._last = self._last_fill = 0
+        self._last = 0
         self._loans = Loans()
         self._document, self._document_until = b"", -math.inf
         self._wakes: asyncio.TimerHandle | None = None
@@ -92,6 +87,9 @@ class Pool(TierStack):
         if self._kept is not None:
             self._kept.give(self._cpu)
         await super().open()
+        if not isinstance(self._cpu, SealsRows):
+            raise ConfigError("other processes cannot fill the rows of this cpu tier", "tiers")
+        self._seals = self._cpu
         plane = self._opened().plane
         plane.reservations.has_leases_outside = self._has_leases
         if self._kept is not None:
@@ -203,15 +201,18 @@ class Pool(TierStack):
     @guard_step
     def on_worker_items(self, session: Session, worker: int, items: Sequence[Any]) -> None:
         """Take in what a worker of an engine sent. Raises Breach."""
-        self._take_in(session, items, lambda item, now: session.on_worker_item(worker, item))
+        self._take_in(session, items, partial(session.on_worker_item, worker))
 
     def _take_in(self, session: Session, items: Sequence[Any], take: Callable[[Any, float], None]) -> None:
         """Take in items in one step: what they set free or ask for is carried out once, at its end."""
         if session.number not in self.sessions:
             return
-        with self._one_step():
+        self._handling, now = True, self._clock()
+        try:
             for item in items:
-                take(item, self._clock())
+                take(item, now)
+        finally:
+            self._handling = False
         self._carry_out()
 
     @contextmanager
@@ -372,17 +373,29 @@ class Pool(TierStack):
         assert self._assembled is not None
         return self._assembled.plane
 
-    def next_job(self, session: Session) -> JobId:
-        """The number of a new fill of a session."""
-        self._last_fill += 1
-        self._fills[JobId(self._last_fill)] = session
-        return JobId(self._last_fill)
-
-    def end_fill(self, session: Session, copy: Copy) -> None:
-        """All workers have reported a fill."""
+    def end_fill(self, session: Session, copy: Copy, now: float) -> None:
+        """All workers have reported a fill. Its rows are sealed before any has its block."""
         if self._audit is not None:
             self._audit.on_filled(copy.rows, copy.generations, session.number)
-        self._ends.end(list(zip(copy.rows, copy.generations, strict=True)), copy.errors)
+        assert copy.fill is not None
+        filled = copy.fill.rows_to_seal(copy.errors)
+        sealing = self._seals.seal(filled) if filled else None
+        bytes_of = self.shared.geometry.kv_bytes_per_offloaded_block
+        moved = sum([len(rows) * bytes_of(group) for group, rows in filled])
+        if sealing is None:
+            copy.fill.end(copy.errors, moved, now)
+        else:
+            sealing.add_done_callback(partial(self._on_sealed, copy, moved))
+
+    @guard_step
+    def _on_sealed(self, copy: Copy, moved: int, ended: asyncio.Future[None]) -> None:
+        """Rows that took longer are sealed, unless the pool closed before."""
+        if ended.cancelled() or self.close_report is not None:
+            return
+        ended.result()
+        assert copy.fill is not None
+        copy.fill.end(copy.errors, moved, self._clock())
+        self._carry_out()
 
     @guard_step
     def distrust(self, session: Session, reason: str) -> asyncio.Future[None]:
@@ -479,23 +492,23 @@ class Pool(TierStack):
         if self._handling:
             return
         super()._carry_out(pumps)
-        if not self.sessions:
-            return
         now, working = self._clock(), self._working()
-        while sum([session.advance(now) for session in working]):  # of each: `any` would stop at the first
+        while working and sum([session.advance(now) for session in working]):  # of each: `any` would stop at the first
             super()._carry_out()
             working = self._working()
-        plane = self.plane
-        lends = self._loans.lend(plane, working, now)
-        if lends:
-            super()._carry_out(pumps=False)
-        short = self._loans.take_back(plane, self.sessions.values(), working)
-        if events := plane.take_events():
-            self._deliver_events(events)
-        if lends or short or events:  # others may have something to be sent
+        plane, lends, short = self.plane, False, False
+        if working or plane.control.shortage:
+            lends = self._loans.lend(plane, working, now)
+            if lends:
+                super()._carry_out(pumps=False)
+            short = self._loans.take_back(plane, self.sessions.values(), working)
+        if has_events := bool(plane.events.waiting):
+            self._deliver_events(plane.take_events())
+        if lends or short or has_events:  # others may have something to be sent
             working = self._working()
-        self._set_wakes(working, now)
-        self._send(working)
+        if working:
+            self._set_wakes(working, now)
+            self._send(working)
 
     def _working(self) -> list[Session]:
         """The sessions that a step is for: most engines of many wait for nothing at a time."""
@@ -531,13 +544,6 @@ class Pool(TierStack):
             for session in self.sessions.values():
                 session.leasing.lookups.look_now(self._clock())
         super()._deliver(batch)
-
-    def _on_result(self, result: JobResult) -> None:
-        session = self._fills.pop(result.job_id, None)
-        if session is None:
-            super()._on_result(result)
-        else:
-            session.copying.on_fill_end(result.job_id, [outcome for group in result.outcomes for outcome in group])
 
     def _fail(self, error: BaseException) -> None:
         """Wrong numbers are their engine's. All else is a defect: half a step may be wrong state."""

@@ -29,7 +29,7 @@ from kvtier.service.wire import Breach, Item
 from kvtier.stack.watching.stats import EngineStats
 from kvtier.types.events import OffloadingEvent
 from kvtier.types.hints import HintRefusal, HintResult
-from kvtier.types.keys import GROUP_BYTES, JobId, OffloadKey, group_runs
+from kvtier.types.keys import GROUP_BYTES, OffloadKey
 
 NOTE_BYTES_MAX = 24 << 10
 REVOKED_AT_ONCE = 12
@@ -94,10 +94,7 @@ class SessionHost(Protocol):
     def shared(self) -> PoolState:
         """State that its sessions share."""
 
-    def next_job(self, session: Session) -> JobId:
-        """The number of a new fill of a session, whose `on_fill_end` is called."""
-
-    def end_fill(self, session: Session, copy: Copy) -> None:
+    def end_fill(self, session: Session, copy: Copy, now: float) -> None:
         """All workers have reported a fill."""
 
     def join(self, session: Session, manifest: bytes) -> None:
@@ -149,6 +146,7 @@ class Session:
         self.copying = Copying(pool, self._items, partial(host.end_fill, self), self.counts)
         self.leasing = Leasing(number, pool, self._items, self.copying)
         self._workers = pool.geometry.world_size
+        self._groups = {group.to_bytes(GROUP_BYTES, "big") for group in range(pool.geometry.num_groups)}
         self._notes: dict[int, str] = {}
         self._resuming: set[int] = set()
         self._has_scheduler = False
@@ -172,7 +170,7 @@ class Session:
     @property
     def serves(self) -> bool:
         """True if lookups are answered and fills are stored."""
-        return self.is_engine and not (self.shut or self._weights.is_open)
+        return self.space is not None and not (self.lost or self.shut or self._weights.is_open)
 
     # -- from the engine -----------------------------------------------------------------------------------------
 
@@ -223,10 +221,10 @@ class Session:
         if self._reads_only:
             raise Breach("an engine fills rows that a worker of it cannot write")
         keys = self._keys(item.keys)
-        self.copying.fill(item, keys, partial(self._host.next_job, self) if self.serves else None, now)
+        self.copying.fill(item, keys, self.serves, now)
 
     def _on_filled(self, item: wire.Filled, now: float) -> None:
-        self.copying.on_filled(item)
+        self.copying.on_filled(item, now)
 
     def _return(self, item: wire.Return, now: float) -> None:
         self.copying.take_back(item.places)
@@ -277,10 +275,10 @@ class Session:
         if self.is_engine:
             self._requests.handle(item, self._keys, now)
 
-    def on_worker_item(self, worker: int, item: Any) -> None:
+    def on_worker_item(self, worker: int, item: Any, now: float) -> None:
         """Take in what a worker sent. Raises Breach."""
         if isinstance(item, wire.Copied):
-            self.copying.on_copied(worker, item)
+            self.copying.on_copied(worker, item, now)
         elif isinstance(item, wire.Answer):
             self._items += filter(None, (self._weights.on_answer(worker, item.number, item.verdict),))
         elif isinstance(item, wire.Loaded):
@@ -434,12 +432,10 @@ class Session:
     @property
     def rows_wanted(self) -> int:
         """Rows that the engine would like to be lent, and may be: none while a reservation of it lacks some."""
-        lent = len(self.copying.lent)
-        if max(self._wanted, self.copying.needed) <= lent or not self.serves or self.leasing.rows_wanted_back:
+        lacking = self.copying.rows_lacking(self._wanted)
+        if lacking <= 0 or not self.serves or self.leasing.rows_wanted_back:
             return 0
-        quotas = self._pool.quotas
-        ahead = min(min(self._wanted, quotas.lent_most) - lent, quotas.lent_most_of_all - quotas.lent)
-        return max(0, min(max(ahead, self.copying.needed - lent), quotas.pinned_most - self.held))
+        return max(0, min(lacking, self._pool.quotas.pinned_most - self.held))
 
     @property
     def will_return_rows(self) -> bool:
@@ -464,8 +460,8 @@ class Session:
             return 0
         beyond = self.leasing.rows_wanted_back
         wanted = max(rows, beyond)
-        requests = self.leasing.revocable(wanted)
-        leased = sum([count for _, count in requests])
+        requests = self.leasing.revocable(wanted) if wanted else []
+        leased = sum([count for _, count in requests]) if requests else 0
         lent = self.copying.take_excess((beyond if for_loans else wanted) - leased)
         if lent:
             self._items.append(wire.Revoke([], lent))
@@ -485,7 +481,7 @@ class Session:
         """No process of the engine copies any more."""
         self.lose(now)
         self.leasing.drop_all(now)
-        self.copying.end_all()
+        self.copying.end_all(now)
 
     # -- to the engine -------------------------------------------------------------------------------------------
 
@@ -510,8 +506,8 @@ class Session:
         """Keys of an item, as the pool has them. Raises Breach, WireError."""
         keys = packed.unpack()
         least = min(map(len, keys), default=GROUP_BYTES + 1)
-        most, _ = max(group_runs(keys), default=(0, 0))
-        if len(keys) > wire.ITEM_KEYS_MAX or least <= GROUP_BYTES or most >= self._pool.geometry.num_groups:
+        known = self._groups.issuperset([key[-GROUP_BYTES:] for key in keys])
+        if len(keys) > wire.ITEM_KEYS_MAX or least <= GROUP_BYTES or not known:
             raise Breach("too many keys, or one of a group that the layout does not have")
         return self.space.to_pool(keys) if self.space is not None else keys
 

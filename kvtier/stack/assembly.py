@@ -78,7 +78,8 @@ class StackParts:
     """Parts of a stack to open: tiers from the top down, the namespace, and the KV cache tensors or the workers.
 
     `workers`, one for each worker of the layout, replace the GPU tier where others copy between GPU blocks and rows; a
-    gpu tier among `tiers` is theirs then and is not opened here. `engine_id` is the engine's name at a stack process.
+    gpu tier among `tiers` is theirs then and is not opened here. With `lends_rows` nothing here copies: the workers of
+    engines do, in other processes. `engine_id` is the engine's name at a stack process.
     With `record` the stack keeps a trace of what it is given by `StackRequest.end`.
 
     `state_dir` is the folder for what policies have learned, for the next start; when empty, the first folder of the
@@ -95,6 +96,7 @@ class StackParts:
     namespace: Namespace
     kv_caches: Sequence[torch.Tensor] | None = None
     workers: Sequence[LoadStore] = ()
+    lends_rows: bool = False
     engine_id: str = ""
     settings: StackSettings = field(default_factory=StackSettings)
     record: RecordOptions | None = None
@@ -134,6 +136,8 @@ def split_tiers(parts: StackParts) -> tuple[Sequence[LoadStore], LoadStore, list
     for problem in order_problems([tier.medium for tier in tiers]):
         raise problem
     gpu = [tiers.pop(0)] if tiers[0].medium == GPU else []
+    if parts.lends_rows:
+        return (), tiers[0], tiers[1:]
     if parts.workers and parts.kv_caches is not None:
         raise UsageError("a stack has kv_caches of its own or workers that have them, not both")
     if not parts.workers and not gpu:

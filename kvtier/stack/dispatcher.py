@@ -13,7 +13,7 @@ import math
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -94,27 +94,28 @@ class Traffic:
     waited: Histogram = field(default_factory=Histogram)
     late_queued: int = 0
     late_in_flight: int = 0
-    _begun: dict[JobId, float] = field(default_factory=dict)
+    _begun: dict[Hashable, float] = field(default_factory=dict)
 
     def unqueue(self, queued: QueuedJob, late: bool = False) -> None:
         """A job waits no more and does not begin, perhaps because it is late."""
         self.queued_bytes -= queued.size
         self.late_queued += late
 
-    def begin(self, queued: QueuedJob, now: float) -> None:
-        """A job that waited is in flight."""
-        self.waited.observe(now - queued.since)
-        self.queued_bytes -= queued.size
-        self.in_flight_bytes += queued.size
+    def begin(self, transfer: Hashable, size: int, now: float, since: float | None = None) -> None:
+        """A transfer of so many bytes is in flight: a job that waited since a time, or what waits for nothing."""
+        if since is not None:
+            self.waited.observe(now - since)
+            self.queued_bytes -= size
+        self.in_flight_bytes += size
         if not self._begun:
             self.busy_since = now
-        self._begun[queued.job.job_id] = now
+        self._begun[transfer] = now
 
-    def end(self, queued: QueuedJob, now: float) -> float:
-        """A job that was in flight has ended, late or not. Returns when it had begun."""
-        began = self._begun.pop(queued.job.job_id)
+    def end(self, transfer: Hashable, size: int, now: float) -> float:
+        """A transfer that was in flight has ended, late or not. Returns when it had begun."""
+        began = self._begun.pop(transfer)
         self.took.observe(now - began)
-        self.in_flight_bytes -= queued.size
+        self.in_flight_bytes -= size
         if not self._begun:
             self.busy_seconds += now - self.busy_since
         return began
@@ -314,7 +315,7 @@ class Dispatcher(Guarded):
     def _begin(self, queue: TierQueue, queued: QueuedJob, now: float) -> None:
         job = queued.job
         queue.inflight_bytes += queued.size
-        queue.traffic[job.kind].begin(queued, now)
+        queue.traffic[job.kind].begin(job.job_id, queued.size, now, queued.since)
         if job.deadline is not None:
             queue.deadlines[job.job_id] = job.deadline
         tier = queue.tier
@@ -353,7 +354,7 @@ class Dispatcher(Guarded):
         if queue.running.pop(job.job_id, None) is None or self._failed:
             return
         now = self._clock()
-        began = queue.traffic[job.kind].end(queued, now)
+        began = queue.traffic[job.kind].end(job.job_id, queued.size, now)
         queue.inflight_bytes -= queued.size
         queue.deadlines.pop(job.job_id, None)
         if ended.cancelled():

@@ -12,8 +12,8 @@ There are two kinds of tier below the CPU:
   implements `AnswersLookups` and `Resettable`.
 
 Other abilities are optional protocols, recognized by the presence of their methods: `ProbesAlignment`, `Resettable`,
-`FencesCopies`, `ProvidesRows` and `FitsGeometry` here, and `DryRuns` in `kvtier.tier.registry`. The tools read what a
-tier keeps through an inspector of its own (`kvtier.tier.inspection`).
+`FencesCopies`, `ProvidesRows`, `SealsRows` and `FitsGeometry` here, and `DryRuns` in `kvtier.tier.registry`. The tools
+read what a tier keeps through an inspector of its own (`kvtier.tier.inspection`).
 
 `kvtier.testing.conformance` holds a tier to all of this; `tests/conformance/example_backend` is a small whole tier.
 """
@@ -35,10 +35,12 @@ from kvtier.tier.block_age import BlockAges
 from kvtier.types.arrays import NO_IDS, IntArray
 from kvtier.types.geometry import Geometry
 from kvtier.types.jobs import JobResult, RegionFormat, TransferJob
-from kvtier.types.keys import Medium, OffloadKey
+from kvtier.types.keys import GroupIndex, Medium, OffloadKey
 from kvtier.types.namespace import Namespace
 
 if TYPE_CHECKING:
+    import asyncio
+
     import torch
 
 Clock = Callable[[], float]
@@ -171,6 +173,17 @@ class ProvidesRows(Protocol):
     @property
     def rows(self) -> Rows:
         """The region. Raises UsageError while the tier is not open."""
+
+
+@runtime_checkable
+class SealsRows(Protocol):
+    """A CPU tier whose rows may be filled by processes that copy into them themselves."""
+
+    def seal(self, filled: Sequence[tuple[GroupIndex, Sequence[int]]]) -> asyncio.Future[None] | None:
+        """Seal rows that hold whole blocks, given as (group, rows): zeros behind each block, and its checksum.
+
+        Returns None if that is done, or what is done when it is. Call in the event loop.
+        """
 
 
 @runtime_checkable

@@ -20,8 +20,8 @@ from kvtier.testing.memory import MemoryStorage, MemoryTier
 from kvtier.tier.checksum import checksum
 from kvtier.tier.contract import LoadStore, Opened, SlotSpace, TierContext
 from kvtier.types.geometry import Geometry
-from kvtier.types.jobs import STORED, JobResult, TransferJob
-from kvtier.types.keys import CPU, Medium, OffloadKey
+from kvtier.types.jobs import JobResult, TransferJob
+from kvtier.types.keys import CPU, GroupIndex, Medium, OffloadKey
 from simulator.loop import VirtualLoop
 from simulator.service.kept import NamedRows
 
@@ -163,7 +163,7 @@ class ServiceCPUOptions(TierOptions):
 
 
 class ServiceCPU(LoadStore):
-    """A CPU tier whose rows are copied by engines: it waits for their reports and seals."""
+    """A CPU tier whose rows are filled by engines: it seals them."""
 
     medium: ClassVar[Medium] = CPU
     BLOCK_SIZE_ALIGNMENT: ClassVar[int] = 64
@@ -206,29 +206,31 @@ class ServiceCPU(LoadStore):
         size = self.options.rows * geometry.row_bytes
         return Opened(size, SlotSpace(size, (1,), (geometry.row_bytes,) * geometry.num_groups))
 
-    async def store(self, job: TransferJob) -> JobResult:
-        """Wait until the workers have reported each row, then seal those that are whole."""
-        assert self._context is not None
-        geometry = self._context.geometry
-        copiers = self._context.workers[: geometry.num_copies]
-        reports = await asyncio.gather(*[copier.load(job) for copier in copiers])
-        if self._rng is not None and self._rng.random() < 0.3:
-            await asyncio.sleep(self._rng.random() * 0.002)
+    def seal(self, filled: Sequence[tuple[GroupIndex, Sequence[int]]]) -> asyncio.Future[None] | None:
+        """Seal rows: now, or later."""
+        if self._rng is None or self._rng.random() < 0.7:
+            self._seal(filled)
+            return None
+        return asyncio.ensure_future(self._seal_later(filled, self._rng.random() * 0.002))
+
+    async def _seal_later(self, filled: Sequence[tuple[GroupIndex, Sequence[int]]], seconds: float) -> None:
+        await asyncio.sleep(seconds)
         if self.is_killed:
             raise asyncio.CancelledError  # its process seals nothing any more
-        outcomes = []
-        for at, group in enumerate(job.gpu_groups):
-            merged = [
-                next((each for each in one if not each.ok), STORED)
-                for one in zip(*(report.outcomes[at] for report in reports), strict=True)
-            ]
-            for row, outcome in zip(group.rows.tolist(), merged, strict=True):
-                if outcome.ok:
-                    view = self.rows.view[row][: geometry.aligned_bytes(group.group)]
-                    view[geometry.kv_bytes_per_offloaded_block(group.group) :] = 0
-                    self.rows.set_checksum(row, checksum(view.data))
-            outcomes.append(tuple(merged))
-        return JobResult(job.job_id, tuple(outcomes))
+        self._seal(filled)
+
+    def _seal(self, filled: Sequence[tuple[GroupIndex, Sequence[int]]]) -> None:
+        assert self._context is not None
+        geometry = self._context.geometry
+        for group, rows in filled:
+            for row in rows:
+                view = self.rows.view[row][: geometry.aligned_bytes(group)]
+                view[geometry.kv_bytes_per_offloaded_block(group) :] = 0
+                self.rows.set_checksum(row, checksum(view.data))
+
+    async def store(self, job: TransferJob) -> JobResult:
+        """Engines copy into rows themselves."""
+        raise AssertionError("a stack process stores nothing out of GPU blocks")
 
     async def load(self, job: TransferJob) -> JobResult:
         """Engines copy out of rows themselves."""

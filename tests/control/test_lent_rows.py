@@ -5,44 +5,70 @@ from __future__ import annotations
 import gc
 import random
 import weakref
-from dataclasses import replace
+from collections.abc import Sequence
+from functools import partial
 
 import pytest
 from support_control import ROW_BYTES, World, cpu_setup, fs_setup, key
 
+from kvtier.control.flow.lent_fills import LentFill
 from kvtier.control.settings import StackSettings
 from kvtier.control.tiers.slot_table import FREE, LENT, READY
 from kvtier.tier.contract import LookupResult
-from kvtier.types.arrays import int_array
-from kvtier.types.jobs import CANCELLED, LOADED, JobKind, failed
-from kvtier.types.keys import JobId
+from kvtier.types.jobs import CANCELLED, LOADED, BlockOutcome, JobKind, failed
+from kvtier.types.keys import JobId, OffloadKey
 
 STORE = JobKind.STORE
 
 
 class Lender:
-    """An engine with rows lent to it."""
+    """An engine with rows lent to it. `copies` are under way, `results` those of fills that have ended."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.rows: dict[int, int] = {}
+        self.number = 0
+        self.copies: dict[int, tuple[LentFill, list[OffloadKey], list[int], int]] = {}
+        self.results: dict[int, list[str]] = {}
 
     def borrow(self, count: int) -> int:
         rows, generations = self.world.plane.lend(count, self.world.now)
         self.rows |= dict(zip(rows, generations, strict=True))
         return len(rows)
 
-    def fill(self, *numbers: int, timeout: float | None = 100.0) -> JobId:
+    def fill(self, *numbers: int) -> int:
         """Begin a copy of these keys into rows that were lent, and state it."""
-        world, rows = self.world, list(self.rows)[: len(numbers)]
-        job = world.job(STORE, [key(number) for number in numbers], timeout)
-        (group,) = job.gpu_groups
-        places = int_array(rows), int_array([self.rows.pop(row) for row in rows])
-        job = replace(job, groups=(replace(group, rows=places[0], generations=places[1]),))
-        world.jobs[job.job_id] = job
-        world.plane.fill(job, world.now)
+        world, keys, rows = self.world, [key(number) for number in numbers], list(self.rows)[: len(numbers)]
+        self.number += 1
+        for row in rows:
+            del self.rows[row]
+            world.watch.write(("row", row), JobId(-self.number))
+        fill = world.plane.begin_fill(keys, rows, partial(self._on_end, self.number), world.now)
+        self.copies[self.number] = fill, keys, rows, world.plane.control.epoch
         world.step()
-        return job.job_id
+        return self.number
+
+    def _on_end(self, number: int, outcomes: Sequence[BlockOutcome]) -> None:
+        assert number not in self.results, "a fill ended twice"
+        self.results[number] = [outcome.status.value for outcome in outcomes]
+
+    def end(self, number: int, *errors: int) -> None:
+        """The workers have copied, or failed to copy some blocks."""
+        world = self.world
+        fill, keys, rows, epoch = self.copies.pop(number)
+        world.watch.done(JobId(-number))
+        world.bytes_at |= {("row", row): (each, epoch) for row, each in zip(rows, keys, strict=True)}
+        of_each = errors or (0,) * len(rows)
+        sealed = [row for _, part in fill.rows_to_seal(of_each) for row in part]
+        assert {row for row, error in zip(rows, of_each, strict=True) if not error}.issuperset(sealed)
+        fill.end(of_each, ROW_BYTES * len(sealed), world.now)
+        world.step()
+
+    def run_all(self) -> None:
+        """End all copies, and all jobs of the tiers."""
+        for number in list(self.copies):
+            self.end(number)
+        self.world.run_all()
 
     def give_back(self, count: int) -> None:
         rows = list(self.rows)[:count]
@@ -64,8 +90,10 @@ def test_rows_are_lent_filled_and_found():
     assert counts(world) == (4, 4, 0)
     job = lender.fill(1, 2, 3)
     assert world.plane.lookup([key(1)], world.now) != [LookupResult.HIT]
-    world.run_all()
-    assert world.statuses(job) == ["stored"] * 3
+    lender.run_all()
+    assert lender.results[job] == ["stored"] * 3
+    assert world.plane.control.counters(0).store_bytes == 3 * ROW_BYTES
+    assert world.plane.control.group_blocks[STORE] == [3]
     assert counts(world) == (4, 1, 3)
     loaded = world.load(1, 2, 3)
     world.run_all()
@@ -83,8 +111,8 @@ def test_a_store_into_lent_rows_that_has_ended_is_kept_nowhere():
     for number in range(3):
         lender.borrow(1)
         lender.fill(number)
-        stores.append(weakref.ref(world.plane._open.jobs[max(world.plane._open.jobs)]))
-        world.run_all()
+        stores.append(weakref.ref(next(iter(world.plane._fills))))
+        lender.run_all()
     gc.collect()
     assert [store() for store in stores] == [None] * 3
 
@@ -98,9 +126,9 @@ def test_a_key_that_is_there_or_on_its_way_gives_its_row_back_after_the_copy():
     first = world.store(2)
     second = lender.fill(1, 2, 3)
     assert counts(world)[1] == 0
-    world.run_all()
+    lender.run_all()
     assert world.statuses(first) == ["stored"]
-    assert world.statuses(second) == ["present", "present", "stored"]
+    assert lender.results[second] == ["present", "present", "stored"]
     assert counts(world) == (5, 0, 3)
     world.plane.check_integrity()
 
@@ -113,28 +141,70 @@ def test_where_the_other_fill_fails_the_block_is_dropped_and_no_row_is_lost():
     (copy,) = world.under_way(0, STORE)
     second = lender.fill(2)
     world.end(copy, failed(5))
-    world.run_all()
     assert world.statuses(first) == ["failed"]
-    assert world.statuses(second) == ["dropped"]
+    assert lender.results[second] == ["dropped"]
+    assert counts(world) == (7, 0, 0), "its copy goes on"
+    lender.run_all()
     assert counts(world) == (8, 0, 0)
 
 
-def test_a_late_copy_keeps_its_rows_until_it_has_ended():
+def test_of_a_key_that_a_fill_names_twice_one_row_is_kept_and_the_other_free():
+    world = World(cpu_setup(8), [])
+    lender = Lender(world)
+    lender.borrow(3)
+    job = lender.fill(1, 2, 1)
+    assert counts(world) == (5, 0, 0)
+    lender.run_all()
+    assert lender.results[job] == ["stored", "stored", "present"]
+    assert counts(world) == (6, 0, 2)
+    world.plane.check_integrity()
+
+
+def test_blocks_that_a_worker_failed_to_copy_are_not_found_and_their_rows_are_free():
+    world = World(cpu_setup(8), [])
+    lender = Lender(world)
+    lender.borrow(3)
+    job = lender.fill(1, 2, 3)
+    lender.end(job, 0, 5, 0)
+    assert lender.results[job] == ["stored", "failed", "stored"]
+    assert world.plane.locate([key(1), key(2), key(3)], world.now) == ["cpu", None, "cpu"]
+    assert world.plane.control.counters(0).failed == 1
+    assert counts(world) == (6, 0, 2)
+
+
+def test_a_copy_that_a_reset_overtakes_keeps_its_rows_until_it_has_ended():
     world = World(cpu_setup(8), [])
     lender = Lender(world)
     world.store(9)
     world.run_all()
-    lender.borrow(2)
-    job = lender.fill(1, 9)
-    copies = world.under_way(0, STORE)
-    for copy in copies:
-        world.make_late(copy)
-    assert world.statuses(job) == ["late", "present"]
-    assert counts(world) == (5, 0, 1)
-    for copy in copies:
-        world.end_late(copy, landed=True)
-    assert counts(world) == (7, 0, 1)
+    lender.borrow(3)
+    begun = world.store(8)
+    job = lender.fill(1, 8, 9)
+    world.plane.reset(world.now)
+    world.step()
+    assert job not in lender.results
+    assert counts(world) == (4, 0, 0)
+    lender.end(job)
+    assert lender.results[job] == ["dropped", "dropped", "present"]
+    assert counts(world) == (7, 0, 0)
+    world.run_all()
+    assert world.statuses(begun) == ["dropped"]
+    assert counts(world) == (8, 0, 0)
     world.plane.check_integrity()
+
+
+def test_a_stack_that_closes_waits_for_copies_that_have_begun_and_for_no_others_fill():
+    world = World(cpu_setup(8), [])
+    lender = Lender(world)
+    lender.borrow(2)
+    first, second = lender.fill(1), lender.fill(1)
+    world.plane.close(world.now)
+    world.step()
+    assert lender.results == {second: ["dropped"]}
+    assert not world.plane.idle
+    lender.run_all()
+    assert lender.results[first] == ["stored"]
+    assert world.plane.idle
 
 
 def test_lending_evicts_and_leaves_what_is_in_use():
@@ -155,12 +225,12 @@ def test_random_loans_never_lose_a_row_or_a_byte(policy: str, seed: int):
     world = World(cpu_setup(16, policy), [fs_setup(32, 4)])
     lender = Lender(world)
     for _ in range(400):
-        match rng.randrange(8):
+        match rng.randrange(9):
             case 0:
                 lender.borrow(rng.randint(1, 6))
             case 1 | 2 if lender.rows:
                 count = rng.randint(1, len(lender.rows))
-                lender.fill(*(rng.randrange(40) for _ in range(count)), timeout=rng.choice((1.0, 100.0)))
+                lender.fill(*(rng.randrange(40) for _ in range(count)))
             case 3:
                 lender.give_back(rng.randint(0, len(lender.rows)))
             case 4:
@@ -170,17 +240,22 @@ def test_random_loans_never_lose_a_row_or_a_byte(policy: str, seed: int):
             case 6 if world.running:
                 job = rng.choice(list(world.running))
                 world.finish(job, "failed" if rng.random() < 0.1 else None)
-            case 7:
+            case 7 if lender.copies:
+                number = rng.choice(list(lender.copies))
+                count = len(lender.copies[number][1])
+                lender.end(number, *(rng.choice((0, 0, 0, 5)) for _ in range(count)))
+            case 8:
                 world.pass_time(rng.random())
         if rng.random() < 0.01:
             world.plane.reset(world.now)
             world.step()
         world.plane.check_integrity()
-    world.run_all()
+    lender.run_all()
     lender.give_back(len(lender.rows))
     world.run_all()
     assert not world.wrong
     assert counts(world)[1] == 0
+    assert set(lender.results) == set(range(1, lender.number + 1))
     assert set(world.jobs) == set(world.results)
     world.plane.check_integrity()
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from support_sessions import HandEngine, PoolWorld, names, pool_world
 
@@ -19,6 +21,15 @@ async def closing(world: PoolWorld) -> asyncio.Task[None]:
     await world.turn()
     assert not task.done(), "it waits for copies in flight"
     return task
+
+
+@contextmanager
+def raised_in_loop() -> Iterator[list[BaseException]]:
+    """Exceptions of callbacks of the loop."""
+    loop, raised = asyncio.get_running_loop(), list[BaseException]()
+    loop.set_exception_handler(lambda _, context: raised.append(context["exception"]))
+    yield raised
+    loop.set_exception_handler(None)
 
 
 async def found_later(storage: MemoryStorage, *numbers: int) -> bytes:
@@ -49,6 +60,55 @@ async def test_a_report_that_comes_after_the_engines_were_told_stores_nothing():
         engine.report(in_part, (1, 0), worker=1)
         await ends
     assert await found_later(storage, 1, 2, 3) == bytes((wire.LEASED, wire.MISSING, wire.MISSING))
+
+
+async def test_a_block_is_nowhere_until_its_row_is_sealed_and_closing_waits_for_that():
+    storage, sealed = MemoryStorage(), asyncio.get_running_loop().create_future()
+    async with pool_world(lower=32, storage=storage, layout=TWO_WORKERS) as world:
+        engine = await world.engine(rows=8)
+        seal = world.pool._seals.seal
+        world.pool._seals.seal = lambda filled: seal(filled) or sealed
+        stored = engine.fill(names(1))
+        engine.report(stored, (1, 0))
+        await world.turn()
+        assert not engine.take(wire.Ended)
+        assert world.counts()["ready"] == 0
+        ends = await closing(world)
+        sealed.set_result(None)
+        await ends
+    assert await found_later(storage, 1) == bytes((wire.LEASED,))
+
+
+async def test_a_reset_while_a_row_is_sealed_leaves_nothing_of_it():
+    sealed = asyncio.get_running_loop().create_future()
+    async with pool_world(layout=TWO_WORKERS) as world:
+        engine, other = await world.engine(rows=8), await world.engine()
+        world.pool._seals.seal = lambda filled: sealed
+        stored = engine.fill(names(1))
+        engine.report(stored, (1, 0))
+        free = world.counts()["free"]
+        other.send(wire.Reset(1, 0))
+        await world.turn()
+        sealed.set_result(None)
+        assert await engine.ended(stored) == [(1, "dropped", "reset", 0)]
+        assert world.counts()["free"] == free + 1
+        (found,) = await engine.reserve("r", 1)
+        assert found.states == bytes((wire.MISSING,))
+
+
+async def test_a_row_that_cannot_be_sealed_is_a_defect_of_the_process():
+    sealed = asyncio.get_running_loop().create_future()
+    async with pool_world(layout=TWO_WORKERS) as world:
+        engine, defects = await world.engine(rows=8), list[BaseException]()
+        world.pool.on_defect = defects.append
+        world.pool._seals.seal = lambda filled: sealed
+        engine.report(engine.fill(names(1)), (1, 0))
+        error = MemoryError()
+        with raised_in_loop() as raised:
+            sealed.set_exception(error)
+            await world.turn()
+        assert defects == raised == [error]
+        world.pool._failed = False  # so that it can be closed here
 
 
 async def test_a_copy_of_which_the_process_hears_while_it_closes_stores_nothing():

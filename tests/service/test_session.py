@@ -35,6 +35,9 @@ async def test_what_one_engine_stored_another_finds_leases_and_loads():
         assert not set(rows) & set(world.pinned())
         stats = world.pool.stats().tiers["cpu"]
         assert (stats.loaded, stats.hits, stats.load_bytes) == (2, 2, 2 * PAGE)
+        assert (stats.stored, stats.store_bytes) == (3, 3 * PAGE)
+        counts = {way: (each.took_seconds.count, each.in_flight_bytes) for way, each in stats.transfers.items()}
+        assert counts == {"store": (1, 0), "load": (1, 0)}
 
 
 async def test_each_reservation_of_a_request_gets_its_own_answer():

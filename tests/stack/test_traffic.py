@@ -21,6 +21,14 @@ def queue(traffic: Traffic, number: int, size: int, now: float) -> QueuedJob:
     return queued
 
 
+def begin(traffic: Traffic, queued: QueuedJob, now: float) -> None:
+    traffic.begin(queued.job.job_id, queued.size, now, queued.since)
+
+
+def end(traffic: Traffic, queued: QueuedJob, now: float) -> None:
+    traffic.end(queued.job.job_id, queued.size, now)
+
+
 def figures_at(now: float, traffic: Traffic, waiting: Sequence[QueuedJob] = ()) -> TransferStats:
     of_tier = TierQueue(None, 0, deque(waiting), traffic={JobKind.LOAD: traffic})  # type: ignore[arg-type]
     return of_tier.figures(JobKind.LOAD, now)
@@ -33,14 +41,14 @@ def test_a_job_counts_from_its_queue_to_its_end() -> None:
     assert (figures.queued_bytes, figures.in_flight_bytes) == (11 * MIB, 0)
     assert figures.largest_queued_bytes == 10 * MIB
     assert figures_at(101.0, traffic).largest_queued_bytes == 0
-    traffic.begin(first, 101.0)
+    begin(traffic, first, 101.0)
     figures = figures_at(101.0, traffic)
     assert (figures.queued_bytes, figures.in_flight_bytes) == (MIB, 10 * MIB)
     assert (figures.waited_seconds.count, figures.waited_seconds.sum) == (1, 1.0)
     assert figures.took_seconds.count == 0
-    traffic.begin(second, 102.5)
-    traffic.end(first, 104.0)
-    traffic.end(second, 105.0)
+    begin(traffic, second, 102.5)
+    end(traffic, first, 104.0)
+    end(traffic, second, 105.0)
     figures = figures_at(105.0, traffic)
     assert (figures.queued_bytes, figures.in_flight_bytes) == (0, 0)
     assert (figures.waited_seconds.count, figures.waited_seconds.sum) == (2, 3.0)
@@ -51,7 +59,7 @@ def test_a_job_counts_from_its_queue_to_its_end() -> None:
 def test_a_missed_deadline_counts_where_the_job_was() -> None:
     traffic = Traffic()
     first, second = queue(traffic, 1, MIB, 1.0), queue(traffic, 2, MIB, 1.0)
-    traffic.begin(first, 1.0)
+    begin(traffic, first, 1.0)
     traffic.on_late(JobId(1))
     traffic.on_late(JobId(7))  # of another kind
     traffic.unqueue(second, late=True)
@@ -67,13 +75,23 @@ def test_a_job_that_hangs_is_the_oldest_in_flight_until_it_ends() -> None:
     for number, at in ((1, 10.0), (2, 12.0)):
         jobs.append(queue(traffic, number, MIB, at - 1.0))
         assert figures_at(at, traffic).oldest_seconds == (0.0 if number == 1 else 2.0)
-        traffic.begin(jobs[-1], at)
+        begin(traffic, jobs[-1], at)
     traffic.on_late(JobId(1))
     assert figures_at(50.0, traffic).oldest_seconds == 40.0
-    traffic.end(jobs[0], 60.0)
+    end(traffic, jobs[0], 60.0)
     assert figures_at(60.0, traffic).oldest_seconds == 48.0
-    traffic.end(jobs[1], 61.0)
+    end(traffic, jobs[1], 61.0)
     assert figures_at(70.0, traffic).oldest_seconds == 0.0
+
+
+def test_a_transfer_without_a_queue_waits_for_nothing() -> None:
+    traffic = Traffic()
+    traffic.begin("a copy", MIB, 10.0)
+    figures = figures_at(12.0, traffic)
+    assert (figures.queued_bytes, figures.in_flight_bytes, figures.oldest_seconds) == (0, MIB, 2.0)
+    traffic.end("a copy", MIB, 13.0)
+    figures = figures_at(13.0, traffic)
+    assert (figures.took_seconds.sum, figures.waited_seconds.count, figures.in_flight_bytes) == (3.0, 0, 0)
 
 
 async def test_transfers_of_a_stack_are_all_counted(tmp_path: Path, monkeypatch) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvtier.client.core import EngineCore
-from kvtier.control.flow import stores
+from kvtier.control.flow.lent_fills import LentFill
 from kvtier.control.tiers.slot_table import FILLING, READY
 from kvtier.service import copying, pool
 from kvtier.service.copying import Copying
@@ -45,7 +45,7 @@ def copies_end_with_the_connection(patch: Patch) -> None:
         first = not session.lost
         lose(session, now)
         if first:
-            session.copying.end_all()
+            session.copying.end_all(now)
 
     patch.setattr(Session, "lose", lost)
 
@@ -95,15 +95,18 @@ def the_first_report_counts(patch: Patch) -> None:
 
 def rows_of_known_keys_are_free_at_once(patch: Patch) -> None:
     """A row whose key is elsewhere already is free while it is still copied into."""
-    emit = stores.LentStore._emit
+    begin, end = LentFill.begin, LentFill.end
 
-    def at_once(self: stores.LentStore, indices: list[int], owner: Any) -> None:
-        if owner is stores.FillJob:
-            emit(self, indices, owner)
-        else:
-            self.control.cpu.unpin([self._rows[index] for index in indices])
+    def at_once(self: LentFill) -> None:
+        begin(self)
+        self._control.cpu.unpin([self._rows[index] for index in self._spare])
 
-    patch.setattr(stores.LentStore, "_emit", at_once)
+    def ended(self: LentFill, errors: Sequence[int], bytes_moved: int, now: float) -> None:
+        self._control.cpu.pin([self._rows[index] for index in self._spare])
+        end(self, errors, bytes_moved, now)
+
+    patch.setattr(LentFill, "begin", at_once)
+    patch.setattr(LentFill, "end", ended)
 
 
 def namespaces_share_keys(patch: Patch) -> None:
@@ -119,7 +122,7 @@ def weights_are_not_asked_for(patch: Patch) -> None:
 
 def early_reports_are_forgotten(patch: Patch) -> None:
     """A report that comes before its job is named does not count."""
-    patch.setattr(Copying, "_take_early", lambda self, copy: None)
+    patch.setattr(Copying, "_take_early", lambda self, copy, now: None)
 
 
 def lookups_have_no_bound(patch: Patch) -> None:
@@ -145,7 +148,7 @@ def reservations_have_no_bound(patch: Patch) -> None:
 
 def rows_of_the_dead_are_kept(patch: Patch) -> None:
     """Lent rows and copies stay when every process of an engine has exited."""
-    patch.setattr(Copying, "end_all", lambda self: None)
+    patch.setattr(Copying, "end_all", lambda self, now: None)
 
 
 def schedulers_wait_for_no_load(patch: Patch) -> None:
@@ -215,7 +218,7 @@ PROTECTIONS: dict[str, tuple[Callable[[Patch], None], str]] = {
     each.__name__: (each, says)
     for each, says in (
         (leases_end_with_the_connection, "is read as generation"),
-        (copies_end_with_the_connection, "is filled as generation"),
+        (copies_end_with_the_connection, "is filled as generation|is read as generation"),
         (a_reset_takes_leases_of_others, "is read as generation|not leased to its request"),
         (a_reset_leaves_leases, "a reset has made void|row.* as generation|not leased|pinned|answered"),
         (loads_pin_nothing, "is read as generation"),
@@ -230,7 +233,7 @@ PROTECTIONS: dict[str, tuple[Callable[[Patch], None], str]] = {
         (schedulers_wait_for_no_load, "finds its rows gone"),
         (engines_wait_for_no_worker, "finds its rows gone|broke the protocol"),
         (resets_end_with_the_connection, "a reset has made void|before its reset is durable"),
-        (kept_rows_wait_for_no_worker, "for a session of a process before"),
+        (kept_rows_wait_for_no_worker, "for a session of a process before|bytes of"),
         (kept_rows_of_other_weights, "of other weights"),
         (kept_rows_count_all, "bytes of"),
     )

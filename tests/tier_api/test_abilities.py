@@ -18,6 +18,7 @@ from kvtier.tier.contract import (
     ProbesAlignment,
     ProvidesRows,
     Resettable,
+    SealsRows,
     StatesEpoch,
 )
 from kvtier.tier.registry import DryRuns, EmbedsServer, discover
@@ -30,13 +31,14 @@ OF_INSTANCES = {
     ProbesAlignment,
     ProvidesRows,
     Resettable,
+    SealsRows,
     StatesEpoch,
     DryRuns,
     EmbedsServer,
 }
 EXPECTED = {
     "gpu": {FencesCopies},
-    "cpu": {AttachesRows, FitsGeometry, ProvidesRows},
+    "cpu": {AttachesRows, FitsGeometry, ProvidesRows, SealsRows},
     "fs": {ProbesAlignment, Resettable, DryRuns},
     "shared_fs": {AnswersLookups, ProbesAlignment, Resettable, StatesEpoch, DryRuns},
     "valkey": {AnswersLookups, Resettable, StatesEpoch, DryRuns, EmbedsServer},

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING
 
 from kvtier.control.flow.demotions import Demotions
 from kvtier.control.flow.engine_job import EngineJob
+from kvtier.control.flow.lent_fills import LentFill
 from kvtier.control.flow.load_or_compute import LoadOrCompute
 from kvtier.control.flow.loads import CopyJob, LeasedLoad, LoadRequest
 from kvtier.control.flow.promotions import Promotions
-from kvtier.control.flow.stores import LentStore, StoreRequest
+from kvtier.control.flow.stores import StoreRequest
 from kvtier.control.hints.following import Hints
 from kvtier.control.jobs import Decisions, JoiningTiers, PresenceQuery, Recipient
 from kvtier.control.plane.lookups import look_up
@@ -55,25 +56,26 @@ STALE_MIN = 64
 class EventLog:
     """Blocks that became reachable in a tier or ceased to be, in order, until they are taken.
 
-    At most `events_max` events are kept, none if that is 0: then the oldest is discarded, and its keys count as `lost`.
+    At most `events_max` of them are `waiting`, none if that is 0. If there are more, the oldest is discarded,
+    and its keys count as `lost`.
     """
 
     def __init__(self, events_max: int) -> None:
         self.events_max = events_max
         self.lost = 0
-        self._events: deque[OffloadingEvent] = deque()
+        self.waiting: deque[OffloadingEvent] = deque()
 
     def record(self, spec: TierSpec, keys: Sequence[OffloadKey], removed: bool) -> None:
         """These keys became reachable in a tier, or were removed from it."""
         if self.events_max and keys:
-            self._events.append(OffloadingEvent(tuple(keys), spec.medium, removed, spec.name))
-            if len(self._events) > self.events_max:
-                self.lost += len(self._events.popleft().keys)
+            self.waiting.append(OffloadingEvent(tuple(keys), spec.medium, removed, spec.name))
+            if len(self.waiting) > self.events_max:
+                self.lost += len(self.waiting.popleft().keys)
 
     def take(self) -> list[OffloadingEvent]:
         """The events that were not taken before, the oldest first."""
-        events = list(self._events)
-        self._events.clear()
+        events = list(self.waiting)
+        self.waiting.clear()
         return events
 
 
@@ -188,6 +190,7 @@ class ControlPlane(Recipient):
         self.hints = Hints(self.control, self.demotions, self._promotions, settings)
         self._admission = RowAdmission(self.control, self.demotions, self.reservations, settings.patience_seconds)
         self._open = OpenJobs()
+        self._fills = set[LentFill]()
         self._pumped_at = self._tick_at = -math.inf
         self._patience_seconds = settings.patience_seconds
         self._short_since = self._lend_at = math.inf
@@ -254,7 +257,7 @@ class ControlPlane(Recipient):
     def lend(self, count: int, now: float) -> tuple[list[int], list[int]]:
         """(rows, their generations): rows that an engine may fill before it states their keys, `count` at most.
 
-        Each ends with `fill` or `return_lent`. The caller bounds how many are lent, and checks whose they are.
+        Each ends with `begin_fill` or `return_lent`. The caller bounds how many are lent, and checks whose they are.
         """
         if now >= self._tick_at:
             self._tick(now)
@@ -298,20 +301,25 @@ class ControlPlane(Recipient):
         self.control.cpu.end_loan(rows)
         self.control.cpu.unpin(rows)
 
-    def fill(self, job: TransferJob, now: float) -> None:
-        """A store whose copies the engine has begun, into lent rows that the job names. Pump afterwards.
+    def begin_fill(
+        self,
+        keys: Sequence[OffloadKey],
+        rows: Sequence[int],
+        on_end: Callable[[Sequence[BlockOutcome]], None],
+        now: float,
+    ) -> LentFill:
+        """An engine's own copies into rows lent to it begin; `LentFill.end` follows. Pump after either.
 
-        It ends as a job of `submit`. A key that is there already is PRESENT, and its row is free after the copy.
+        `on_end` is called in this step or a later one with what became of each block. A key that is there already is
+        PRESENT, and its row is free after the copy.
         """
-        self._open.begin(job)
         if now >= self._tick_at:
             self._tick(now)
-        store = LentStore(self.demotions, self._factor, job, now, self._admission.ages.next())
-        self._open.add(store)
-        store.advance(now)
+        fill = LentFill(self.demotions, self._fills, keys, rows, on_end)
+        fill.begin()
         if self.demotions.closing:
-            store.stop(dropped(DropReason.CLOSING))
-        self._admission.add_store(store)
+            fill.stop(DropReason.CLOSING)
+        return fill
 
     def cancel(self, job_id: JobId, now: float) -> None:
         """End a job early. Its result still comes, after the copies in flight have ended."""
@@ -474,6 +482,8 @@ class ControlPlane(Recipient):
 
     def _stop_all(self, reason: DropReason) -> None:
         self._open.stop_all(reason)
+        for fill in tuple(self._fills):
+            fill.stop(reason)
         self.reservations.reset()
         self._admission.drop_reservations()
 
@@ -577,7 +587,7 @@ class ControlPlane(Recipient):
     @property
     def idle(self) -> bool:
         """True when nothing is in flight and nothing waits."""
-        if self.control.running or self.control.late_jobs or self._open.jobs or self.backlog:
+        if self.control.running or self.control.late_jobs or self._open.jobs or self._fills or self.backlog:
             return False
         return not (self.hints.is_used and self.hints.busy)
 

@@ -166,7 +166,7 @@ class Device:
             del self._waiting[job.job_id]
             self.waits.note(now - queued.since)
             queue.inflight_bytes += queued.size
-            queue.traffic[job.kind].begin(queued, now)
+            queue.traffic[job.kind].begin(job.job_id, queued.size, now, queued.since)
             rate = self.service.of(job.kind)
             self._free_at = max(now, self._free_at) + self._payload_bytes(job) / rate.bytes_per_second
             self._loop.call_at(self._free_at + rate.latency_seconds, self._end, queued)
@@ -179,7 +179,7 @@ class Device:
     def _end(self, queued: QueuedJob) -> None:
         queue, job = self.queue, queued.job
         queue.inflight_bytes -= queued.size
-        queue.traffic[job.kind].end(queued, self._loop.time())
+        queue.traffic[job.kind].end(job.job_id, queued.size, self._loop.time())
         outcomes = tuple(self._outcomes(job.kind, group.keys) for group in job.groups)
         if job.job_id in self._alarms:
             if (alarm := self._alarms.pop(job.job_id)) is not None:

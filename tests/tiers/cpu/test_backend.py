@@ -39,7 +39,7 @@ from kvtier.types.jobs import (
     dropped,
     failed,
 )
-from kvtier.types.keys import CPU
+from kvtier.types.keys import CPU, GroupIndex
 from kvtier.types.namespace import Namespace
 from kvtier_cpu import CPUBackend, CPUOptions, SharedRegion
 from kvtier_cpu.region import opening
@@ -196,6 +196,48 @@ async def test_a_stored_block_is_every_workers_pages_then_zeros_under_the_right_
         assert tier.region.checksum(row) == xxhash.xxh3_128_digest(expected)
     untouched = [row for row in range(ROWS) if row not in (5, 1, 12)]
     assert (tier.region.view[untouched] == 0xEE).all()
+
+
+@pytest.mark.parametrize("piece_bytes", [1 << 20, 1])
+async def test_rows_that_others_filled_are_sealed_with_zeros_behind_their_blocks(
+    tier: Tier, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier_cpu.backend.PIECE_BYTES", piece_bytes)
+    tier.region.view[:] = 0xEE
+    sealing = tier.backend.seal([(GroupIndex(0), [5, 1]), (GroupIndex(1), [12])])
+    if piece_bytes == 1:
+        assert sealing is not None, "it is too much for one turn"
+        await sealing
+    else:
+        assert sealing is None
+    for group, row in ((0, 5), (0, 1), (1, 12)):
+        block = b"\xee" * tier.geometry.kv_bytes_per_offloaded_block(group)
+        expected = block.ljust(tier.geometry.aligned_bytes(group), b"\0")
+        assert tier.region.row(row)[: len(expected)] == expected
+        assert tier.region.checksum(row) == xxhash.xxh3_128_digest(expected)
+    assert (tier.region.view[[0, 2]] == 0xEE).all()
+
+
+async def test_close_waits_until_rows_are_sealed(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
+    region, sealed, go_on = tier.region, [], threading.Event()
+    monkeypatch.setattr("kvtier_cpu.backend.PIECE_BYTES", 1)
+    monkeypatch.setattr("kvtier_cpu.backend.SHORT_BYTES", 1)
+
+    def seal(of: SharedRegion, group: int, rows: Any) -> None:
+        assert go_on.wait(10)
+        seal_rows(of, group, rows)
+        sealed.append(region.checksum(int(rows[0])))
+
+    monkeypatch.setattr("kvtier_cpu.backend.seal_rows", seal)
+    assert tier.backend.seal([(GroupIndex(0), [5])]) is not None
+    closing = asyncio.ensure_future(tier.backend.close())
+    await asyncio.sleep(0.05)
+    assert not closing.done()
+    go_on.set()
+    await closing
+    assert len(sealed) == 1
+    with pytest.raises(UsageError, match="not open"):
+        tier.backend.seal([(GroupIndex(0), [5])])
 
 
 async def test_blocks_not_named_in_full_are_dropped_and_never_copied(tier: Tier) -> None:
