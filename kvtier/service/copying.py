@@ -45,6 +45,8 @@ class JobPart:
 class Copy:
     """A copy that workers of an engine carry out. `left`: those that have not reported. `errors`: of each block.
 
+    `size` are the bytes of its rows.
+
     `load` is that of the control plane, for rows that hold what was stored; None for a fill, and after a reset.
     `brought`: positions of the lower tiers that brought its keys up.
     `fill` is that of the control plane; without one a fill is of no use: its rows are free when it has ended.
@@ -56,6 +58,7 @@ class Copy:
     left: set[int]
     errors: list[int]
     fills: bool
+    size: int
     fill: LentFill | None = None
     load: LeasedLoad | None = None
     brought: dict[OffloadKey, int] = field(default_factory=dict)
@@ -83,6 +86,7 @@ class Copying:
         self.needed = 0
         self.rows = 0
         self._pool = pool
+        self._plane = pool.plane
         self._out = out
         self._end_fill = end_fill
         self._counts = counts
@@ -150,7 +154,7 @@ class Copying:
         """The engine returns rows. Raises Breach."""
         rows, generations = (each.tolist() for each in places.unpack())
         self._take_lent(rows, generations)
-        self._pool.plane.return_lent(rows)
+        self._plane.return_lent(rows)
 
     def take_excess(self, wanted: int) -> int:
         """The rows lent that are to come back: so many, and those beyond a bound that has become less; once until some
@@ -164,7 +168,7 @@ class Copying:
 
     def _take_lent(self, rows: list[int], generations: list[int]) -> None:
         """These rows are lent no more. Raises Breach, with nothing changed, unless they were."""
-        if len(set(rows)) < len(rows) or [self.lent.get(row) for row in rows] != generations:
+        if len(set(rows)) < len(rows) or list(map(self.lent.get, rows)) != generations:
             raise Breach("an engine names rows that were not lent to it")
         for row in rows:
             del self.lent[row]
@@ -184,10 +188,11 @@ class Copying:
         copy = self._begin(part, now)
         if stores:
             self._fills.add(part.job)
-            copy.fill = self._pool.plane.begin_fill(part.keys, part.rows, partial(self._on_fill_end, part.job), now)
+            copy.fill = self._plane.begin_fill(part.keys, part.rows, partial(self._on_fill_end, part.job), now)
         else:
-            self._pool.plane.control.cpu.end_loan(part.rows)
-        self._take_early(copy, now)
+            self._plane.control.cpu.end_loan(part.rows)
+        if self._early:
+            self._take_early(copy, now)
 
     def _whole(self, item: wire.Fill | wire.Load, keys: Sequence[OffloadKey] = ()) -> JobPart | None:
         """The job with the rows of this item, unless more are to come. Raises Breach."""
@@ -210,7 +215,7 @@ class Copying:
         part = self._whole(item)
         if part is None:
             return False
-        plane, rows = self._pool.plane, part.rows
+        plane, rows = self._plane, part.rows
         generation = plane.control.cpu.table.generation
         named = {row: key for key, row in leases.rows.items()} if leases is not None else {}
         void = set(leases.void) if leases is not None else set()
@@ -225,7 +230,8 @@ class Copying:
             copy.load = plane.begin_leased_load(keys, rows, copy.brought, now)
         else:
             plane.control.cpu.pin(rows)
-        self._take_early(copy, now)
+        if self._early:
+            self._take_early(copy, now)
         return True
 
     def _begin(self, part: JobPart, now: float) -> Copy:
@@ -233,9 +239,10 @@ class Copying:
         left = {ENGINE} if part.waits else set()
         left.update(range(self._fillers if part.fills else self._workers))
         errors = [0] * len(part.rows)
-        copy = self._copies[part.job] = Copy(part.job, part.rows, part.generations, left, errors, part.fills)
+        size = len(part.rows) * self._pool.geometry.row_bytes
+        copy = self._copies[part.job] = Copy(part.job, part.rows, part.generations, left, errors, part.fills, size)
         self.rows += len(part.rows)
-        self._traffic[part.fills].begin(copy, len(part.rows) * self._pool.geometry.row_bytes, now)
+        self._traffic[part.fills].begin(copy, size, now)
         return copy
 
     # -- reports -------------------------------------------------------------------------------------------------
@@ -246,10 +253,11 @@ class Copying:
         before = self._reports.pop((item.job, worker), [])
         self._runs_kept -= len(before) + 1 if before else 0
         runs = before + item.outcomes
-        counts = [count for count, _ in runs]
-        most = len(copy.rows) if copy is not None else wire.JOB_BLOCKS_MAX
-        if sum(counts) > most or min(counts, default=1) < 1:
-            raise Breach(f"worker {worker} reports other blocks than job {item.job} has")
+        left = len(copy.rows) if copy is not None else wire.JOB_BLOCKS_MAX
+        for count, _ in runs:
+            left -= count
+            if count < 1 or left < 0:
+                raise Breach(f"worker {worker} reports other blocks than job {item.job} has")
         if item.more:
             self._reports[item.job, worker] = self._kept(worker, runs)
         elif copy is None:
@@ -294,17 +302,17 @@ class Copying:
             return
         del self._copies[copy.job]
         self.rows -= len(copy.rows)
-        self._traffic[copy.fills].end(copy, len(copy.rows) * self._pool.geometry.row_bytes, now)
+        self._traffic[copy.fills].end(copy, copy.size, now)
         if not copy.fills:
             self._end_load(copy)
         elif copy.fill is not None:
             self._end_fill(copy, now)
         else:
-            self._pool.plane.control.cpu.unpin(copy.rows)
+            self._plane.control.cpu.unpin(copy.rows)
             self._end_job(copy.job, [HELD_BACK] * len(copy.rows))
 
     def _end_load(self, copy: Copy) -> None:
-        plane, geometry = self._pool.plane, self._pool.geometry
+        plane, geometry = self._plane, self._pool.geometry
         if copy.load is None:
             plane.control.cpu.unpin(copy.rows)
             self._end_job(copy.job, [failed(error) if error else CANCELLED for error in copy.errors])
@@ -343,7 +351,7 @@ class Copying:
     def end_all(self, now: float) -> None:
         """No process of the engine copies any more: rows that are lent come back, copies in flight have failed."""
         rows = list(self.lent)
-        self._pool.plane.return_lent(rows)
+        self._plane.return_lent(rows)
         self._pool.quotas.lent -= len(rows)
         self.lent.clear()
         self._early.clear()

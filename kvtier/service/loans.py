@@ -40,14 +40,16 @@ class Loans:
                 break
         return asked
 
-    def take_back(self, plane: ControlPlane, sessions: Collection[Session], working: Sequence[Session]) -> bool:
+    def take_back(
+        self, plane: ControlPlane, sessions: Collection[Session], working: Sequence[Session], asked: bool
+    ) -> bool:
         """Ask for leases, of the engine first that holds most, where rows are short; and for what is beyond bounds.
 
-        True if rows are short: then others than the `working` sessions were asked too.
+        `asked` is what `lend` returned. True if rows are short: then others than the `working` sessions were asked too.
         """
         short = plane.control.shortage
         for_loans = not short
-        if working and not short and not plane.control.cpu.available:
+        if asked and not short and not plane.control.cpu.available:
             short = max((each.rows_wanted for each in working), default=0)
         left = short
         for session in sorted(sessions, key=lambda each: -each.held) if short else working:

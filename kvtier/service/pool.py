@@ -380,8 +380,9 @@ class Pool(TierStack):
         assert copy.fill is not None
         filled = copy.fill.rows_to_seal(copy.errors)
         sealing = self._seals.seal(filled) if filled else None
-        bytes_of = self.shared.geometry.kv_bytes_per_offloaded_block
-        moved = sum([len(rows) * bytes_of(group) for group, rows in filled])
+        geometry, moved = self.shared.geometry, 0
+        for group, rows in filled:
+            moved += len(rows) * geometry.kv_bytes_per_offloaded_block(group)
         if sealing is None:
             copy.fill.end(copy.errors, moved, now)
         else:
@@ -496,12 +497,13 @@ class Pool(TierStack):
         while working and sum([session.advance(now) for session in working]):  # of each: `any` would stop at the first
             super()._carry_out()
             working = self._working()
-        plane, lends, short = self.plane, False, False
+        assert self._assembled is not None
+        plane, lends, short = self._assembled.plane, False, False
         if working or plane.control.shortage:
             lends = self._loans.lend(plane, working, now)
             if lends:
                 super()._carry_out(pumps=False)
-            short = self._loans.take_back(plane, self.sessions.values(), working)
+            short = self._loans.take_back(plane, self.sessions.values(), working, lends)
         if has_events := bool(plane.events.waiting):
             self._deliver_events(plane.take_events())
         if lends or short or has_events:  # others may have something to be sent

@@ -363,19 +363,20 @@ class StackServer:
 
     def _handle_items(self, peer: Peer, items: Sequence[Any]) -> None:
         """A step of the pool. The file for defects names this function."""
-        session, first = peer.session, items[0]
+        pool, session, first = self._pool, peer.session, items[0]
+        assert pool is not None
         if type(first) is Hello:
-            (self.pool.on_scheduler if peer.worker is None else self.pool.on_worker)(session, first)
+            (pool.on_scheduler if peer.worker is None else pool.on_worker)(session, first)
         elif peer.worker is None:
             leave = items[-1] if type(items[-1]) is wire.Leave else None
             if not session.lost:
-                self.pool.handle(session, items if leave is None else items[:-1])
+                pool.handle(session, items if leave is None else items[:-1])
             if leave is not None:
                 self._on_leave(peer.engine, leave)
         else:
             if type(items[-1]) is wire.Quiet:
                 peer.quiet, items = True, items[:-1]
-            self.pool.on_worker_items(session, peer.worker, items)
+            pool.on_worker_items(session, peer.worker, items)
             kinds = set(map(type, items))
             if wire.Loaded in kinds:
                 self._send_to(peer, [wire.LoadNoted()])

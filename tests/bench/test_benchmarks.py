@@ -43,6 +43,7 @@ CALLS_MAX = {
     "load from disk": 372,
     "lookup in a row": 15,
     "lookup on disk": 19,
+    "store, stack process": 345,
 }
 """Calls of a trip of one block, where copies are compiled: 1.15 of what is measured, so that a helper has room."""
 CALLS_OF_PYTHON_COPY = 14

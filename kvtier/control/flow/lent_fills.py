@@ -24,7 +24,7 @@ class LentFill(FillWaiter):
         demotions: Demotions,
         fills: set[LentFill],
         keys: Sequence[OffloadKey],
-        rows: Sequence[int],
+        rows: list[int],
         on_end: Callable[[Sequence[BlockOutcome]], None],
     ) -> None:
         self._demotions = demotions
@@ -77,15 +77,19 @@ class LentFill(FillWaiter):
 
     def rows_to_seal(self, errors: Sequence[int]) -> list[tuple[GroupIndex, list[int]]]:
         """(group, rows) that hold whole blocks which are still wanted, by the errno of each copy, 0 for success."""
-        first, spare, parts = 0, self._spare, []
         if self._resets != self._control.resets:
             return []
+        whole, first, parts = not (self._spare or any(errors)), 0, []
         for group, count in self._groups:
-            part = range(first, first + count)
-            if rows := [self._rows[index] for index in part if not errors[index] and index not in spare]:
+            end = first + count
+            rows = self._rows[first:end] if whole else self._wanted(range(first, end), errors)
+            if rows:
                 parts.append((group, rows))
-            first += count
+            first = end
         return parts
+
+    def _wanted(self, part: range, errors: Sequence[int]) -> list[int]:
+        return [self._rows[index] for index in part if not errors[index] and index not in self._spare]
 
     def end(self, errors: Sequence[int], bytes_moved: int, now: float) -> None:
         """The copies have ended, with an errno for each block, 0 for success, and `rows_to_seal` are sealed."""

@@ -7,7 +7,6 @@ take what there is to do, and what has ended, with `collect`.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING
@@ -21,6 +20,7 @@ from kvtier.control.flow.promotions import Promotions
 from kvtier.control.flow.stores import StoreRequest
 from kvtier.control.hints.following import Hints
 from kvtier.control.jobs import Decisions, JoiningTiers, PresenceQuery, Recipient
+from kvtier.control.plane.event_log import EventLog
 from kvtier.control.plane.lookups import look_up
 from kvtier.control.reservations import Reservation, Reservations
 from kvtier.control.row_admission import RowAdmission
@@ -51,32 +51,6 @@ if TYPE_CHECKING:
 NO_DECISIONS = Decisions()
 STALE_MIN = 64
 """Deadlines of jobs that have ended, of which this number may be kept however few jobs are open."""
-
-
-class EventLog:
-    """Blocks that became reachable in a tier or ceased to be, in order, until they are taken.
-
-    At most `events_max` of them are `waiting`, none if that is 0. If there are more, the oldest is discarded,
-    and its keys count as `lost`.
-    """
-
-    def __init__(self, events_max: int) -> None:
-        self.events_max = events_max
-        self.lost = 0
-        self.waiting: deque[OffloadingEvent] = deque()
-
-    def record(self, spec: TierSpec, keys: Sequence[OffloadKey], removed: bool) -> None:
-        """These keys became reachable in a tier, or were removed from it."""
-        if self.events_max and keys:
-            self.waiting.append(OffloadingEvent(tuple(keys), spec.medium, removed, spec.name))
-            if len(self.waiting) > self.events_max:
-                self.lost += len(self.waiting.popleft().keys)
-
-    def take(self) -> list[OffloadingEvent]:
-        """The events that were not taken before, the oldest first."""
-        events = list(self.waiting)
-        self.waiting.clear()
-        return events
 
 
 class OpenJobs:
@@ -302,11 +276,7 @@ class ControlPlane(Recipient):
         self.control.cpu.unpin(rows)
 
     def begin_fill(
-        self,
-        keys: Sequence[OffloadKey],
-        rows: Sequence[int],
-        on_end: Callable[[Sequence[BlockOutcome]], None],
-        now: float,
+        self, keys: Sequence[OffloadKey], rows: list[int], on_end: Callable[[Sequence[BlockOutcome]], None], now: float
     ) -> LentFill:
         """An engine's own copies into rows lent to it begin; `LentFill.end` follows. Pump after either.
 
@@ -550,7 +520,8 @@ class ControlPlane(Recipient):
                 for removed, keys in changes:
                     if control.awaited.ages:
                         control.awaited.on_change(keys)
-                    self.events.record(lower.spec, keys, removed)
+                    if self.events.events_max:
+                        self.events.record(lower.spec, keys, removed)
                     if removed:
                         self.demotions.on_evict_below(lower, keys)
                         if lower.admission is not None:
@@ -560,7 +531,8 @@ class ControlPlane(Recipient):
         if control.cpu.changes:
             changes, control.cpu.changes = control.cpu.changes, []
             for removed, keys in changes:
-                self.events.record(control.cpu_spec, keys, removed)
+                if self.events.events_max:
+                    self.events.record(control.cpu_spec, keys, removed)
                 if removed and self.hints.is_used:
                     self.hints.prefetches.on_evict(keys)
 
