@@ -266,8 +266,8 @@ class CPUBackend(LoadStore):
         return task
 
     async def _seal(self, region: SharedRegion, filled: FilledRows) -> None:
-        for group, rows in filled:
-            await self._hashing.each(seal_rows, region, group, np.array(rows, np.int64))
+        each = [self._hashing.each(seal_rows, region, group, np.array(rows, np.int64)) for group, rows in filled]
+        await asyncio.gather(*each)
 
     async def close(self) -> None:
         """Wait for transfers in flight, up to a deadline, and release the region. Idempotent.

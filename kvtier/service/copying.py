@@ -22,7 +22,7 @@ from kvtier.types.keys import OffloadKey, key_group
 
 RUNS_KEPT_MAX = 1 << 16
 """Runs of outcomes in reports of workers that are kept: until the rest comes, or the engine's own word of their job."""
-LENT_PARTS = 4
+LENT_PARTS = 8
 """An engine is lent rows ahead once one of so many parts of them is missing, and not one row after another."""
 ENGINE = -1
 """In the place of a worker: the engine's own word, for a fill that waits."""

@@ -141,7 +141,7 @@ class KeptMemory:
             cpu.table.set_generations(rows, range(cpu.table.next_generation, cpu.table.next_generation + len(rows)))
             table.take_over(cpu.table)
             if table.spaces[:1] == [digest]:  # their names are there: to write millions again takes seconds
-                table.confirm(rows)
+                table.leave_to_workers(rows)
             else:
                 table.record(rows, keys)
         self.held = sorted(held - lost)

@@ -86,10 +86,10 @@ class Pool(TierStack):
         self._parts = replace(self._parts, joins=self._naming)
         if self._kept is not None:
             self._kept.give(self._cpu)
-        await super().open()
         if not isinstance(self._cpu, SealsRows):
             raise ConfigError("other processes cannot fill the rows of this cpu tier", "tiers")
         self._seals = self._cpu
+        await super().open()
         plane = self._opened().plane
         plane.reservations.has_leases_outside = self._has_leases
         if self._kept is not None:
@@ -211,6 +211,10 @@ class Pool(TierStack):
         try:
             for item in items:
                 take(item, now)
+        except (UsageError, Breach, WireError):
+            self._handling = False
+            self._carry_out()  # what came before the wrong one counts, also while the pool closes
+            raise
         finally:
             self._handling = False
         self._carry_out()
@@ -391,7 +395,7 @@ class Pool(TierStack):
     @guard_step
     def _on_sealed(self, copy: Copy, moved: int, ended: asyncio.Future[None]) -> None:
         """Rows that took longer are sealed, unless the pool closed before."""
-        if ended.cancelled() or self.close_report is not None:
+        if ended.cancelled() or (self._closing and ended.exception() is not None) or self.close_report is not None:
             return
         ended.result()
         assert copy.fill is not None
@@ -504,6 +508,8 @@ class Pool(TierStack):
             if lends:
                 super()._carry_out(pumps=False)
             short = self._loans.take_back(plane, self.sessions.values(), working, lends)
+        if plane.lend_at < math.inf and not (lends or plane.control.shortage):
+            plane.end_lending()
         if has_events := bool(plane.events.waiting):
             self._deliver_events(plane.take_events())
         if lends or short or has_events:  # others may have something to be sent

@@ -167,7 +167,8 @@ class RowTable:
         self._generations[:] = slots.generations
         arrays: Any = slots
         arrays.state, arrays.pins, arrays.generation = self.state, self.pins, self.generation
-        slots.generations, slots.on_named = self._generations.view(np.int64), self.record
+        slots.generations = self._generations.view(np.int64)
+        slots.on_named, slots.on_lent = self.record, self.leave_to_workers
 
     def record(self, rows: Sequence[int], keys: Sequence[OffloadKey]) -> None:
         """These rows, which are not READY, are to get blocks of these keys."""
@@ -181,8 +182,8 @@ class RowTable:
             names[start] = length
             names[start + 2 : start + 2 + length] = key
 
-    def confirm(self, rows: Sequence[int]) -> None:
-        """These rows, which were lent, are to keep the blocks of the keys that they have here."""
+    def leave_to_workers(self, rows: Sequence[int]) -> None:
+        """No tier fills these rows: they are about to be lent, or hold what they did for a former process."""
         self._entries["by_io"][rows] = 0
 
     def find(self) -> FoundRows:

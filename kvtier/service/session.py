@@ -440,7 +440,7 @@ class Session:
     @property
     def will_return_rows(self) -> bool:
         """True if some rows of this engine will be free although no other gets any."""
-        return not self.lost and (bool(self.copying.in_flight) or self.leasing.will_return_rows)
+        return not self.lost and (self.copying.is_busy or self.leasing.will_return_rows)
 
     def advance(self, now: float) -> bool:
         """Answer what waited, begin reservations. True if the control plane is to be pumped again."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import random
 import weakref
 from collections.abc import Sequence
@@ -335,3 +336,17 @@ def test_a_reservation_waits_for_leases_outside_before_it_is_truncated():
     world.run_all()
     assert reservation.served
     assert reservation.hits() == [True] * 4
+
+
+def test_a_loan_has_all_its_patience_after_nobody_waited():
+    world = World(cpu_setup(4), [fs_setup(32, inflight_blocks=2)], limits=StackSettings(gather_seconds=0.0))
+    world.store(1, 2, 3, 4)
+    world.run_tier(0)
+    lender = Lender(world)
+    assert lender.borrow(4) == 0
+    assert world.plane.lend_at == world.now + StackSettings().patience_seconds
+    world.plane.end_lending()
+    assert world.plane.lend_at == math.inf
+    world.pass_time(0.9 * StackSettings().patience_seconds)
+    assert lender.borrow(4) == 0
+    assert world.plane.lend_at == world.now + StackSettings().patience_seconds

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
 from support_sessions import HandEngine, PoolWorld, names, pool_world
 
 from kvtier.service import wire
@@ -125,3 +126,36 @@ async def test_a_copy_of_which_the_process_hears_while_it_closes_stores_nothing(
         engine.report(waits, (1, 0))
         await ends
     assert await found_later(storage, 1, 2) == bytes((wire.MISSING, wire.MISSING))
+
+
+async def test_a_last_report_before_a_breach_counts_and_closing_does_not_wait_longer():
+    async with pool_world(layout=TWO_WORKERS, close_timeout_seconds=60.0) as world:
+        engine = await world.engine(rows=8)
+        job = engine.fill(names(1))
+        engine.report(job, (1, 0), worker=0)
+        ends = await closing(world)
+        with pytest.raises(wire.Breach):
+            world.pool.on_worker_items(engine.session, 1, [wire.Copied(job, [(1, 0)]), wire.Copied(job, [(9, 0)])])
+        await asyncio.wait_for(ends, 30.0)
+
+
+async def test_a_reservation_waits_for_rows_that_are_being_sealed():
+    storage, sealed = MemoryStorage(), asyncio.get_running_loop().create_future()
+    async with pool_world(lower=32, storage=storage) as world:
+        engine = await world.engine(rows=4)
+        await engine.store(11, 12, 13, 14)
+    async with pool_world(rows=8, lower=32, storage=storage) as world:
+        one, two = await world.engine(rows=1), await world.engine()
+        seal = world.pool._seals.seal
+        world.pool._seals.seal = lambda filled: seal(filled) or sealed
+        for number in range(6):
+            await one.wait(one.lent)
+            one.report(one.fill(names(number)), (1, 0))
+        one.send(wire.Want(0))
+        two.send(wire.Reserve("r", 1, wire.Keys.of(names(11, 12, 13, 14))))
+        await world.turn()
+        assert not two.take(wire.Found)
+        sealed.set_result(None)
+        await two.wait(lambda: any(isinstance(item, wire.Found) for item in two.items))
+        (found,) = two.take(wire.Found)
+        assert found.states == bytes((wire.LEASED,)) * 4

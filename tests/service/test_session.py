@@ -687,6 +687,21 @@ async def test_what_is_computed_sooner_than_loaded_is_not_reserved():
         assert engine.session.leasing.leases["r"].computes
 
 
+async def test_what_is_stored_and_announced_in_one_message_is_published_once_as_stored():
+    async with pool_world() as world:
+        engine = await world.engine(rows=8, events=True)
+        await world.turn()
+        engine.take(wire.Events)
+        place = engine.lent()[0]
+        engine.job += 1
+        engine.report(engine.job, (1, 0))
+        fill = wire.Fill(engine.job, Keys.of(names(1)), Places.of([place[0]], [place[1]]))
+        engine.send(fill, wire.Announce(Keys.of(names(1))))
+        await world.turn()
+        said = [removed for item in engine.take(wire.Events) for _, _, removed, _ in item.events]
+        assert said == [False, True, False], "an announcement is a removal and a store"
+
+
 async def test_figures_before_a_rest_have_all_copies_in_them():
     async with pool_world() as world:
         engine = await world.engine(rows=8)

@@ -22,7 +22,7 @@ from support_sessions import names, pool_world
 from support_victims import freeze, freeze_while, several_victims, victims
 
 from kvtier.config import open_stack
-from kvtier.control.tiers.slot_table import FREE, READY
+from kvtier.control.tiers.slot_table import ABSENT, FILLING, FREE, LENT, QUARANTINED, READY, SlotTable
 from kvtier.service.kept_memory import NAMES, KeptMemory
 from kvtier.service.namespaces import with_first
 from kvtier.service.row_table import VERSION, RowTable, Worker
@@ -251,6 +251,20 @@ async def test_names_of_rows_are_written_again_only_where_they_change(joins, mon
         assert not table._entries["by_io"].any(), "no I/O goes into them"
         world.pool._on_verified(rows, [True] * 8)
         assert table.find().keys == list(keys)
+    table.close()
+
+
+def test_a_row_that_a_disk_had_filled_is_not_lost_with_a_worker_that_copies_into_it():
+    table, slots = RowTable.create(4), SlotTable(4)
+    slots.move(range(4), ABSENT, FREE)
+    table.take_over(slots)
+    slots.begin_fill([0, 1], names(0, 1))
+    slots.move([0], FILLING, READY)
+    slots.unpin([0])
+    slots.move([0], READY, FREE)
+    slots.lend([0])
+    slots.move([0], LENT, QUARANTINED)  # its key is elsewhere
+    assert table.find().lost == {1}, "the disk may still write there"
     table.close()
 
 

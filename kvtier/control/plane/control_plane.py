@@ -138,6 +138,7 @@ class ControlPlane(Recipient):
     """Everything that decides. See the module's docstring for how to drive it.
 
     `uses` (`RequestTracker`, with `chains`) is there where a policy follows requests, and with `settings.curves`.
+    `lend_at` is the time at which rows are lent that are to be written below; infinite unless somebody waits for some.
     """
 
     def __init__(
@@ -167,7 +168,7 @@ class ControlPlane(Recipient):
         self._fills = set[LentFill]()
         self._pumped_at = self._tick_at = -math.inf
         self._patience_seconds = settings.patience_seconds
-        self._short_since = self._lend_at = math.inf
+        self._short_since = self.lend_at = math.inf
         self.events = EventLog(settings.events_max)
         self._collect_changes()
 
@@ -237,19 +238,23 @@ class ControlPlane(Recipient):
             self._tick(now)
         cpu = self.control.cpu
         rows = cpu.lend(count) if not self.demotions.closing else []
-        self._lend_at = math.inf
+        self.lend_at = math.inf
         if len(rows) < count and not self.demotions.closing:
             rows += self._lend_late(count - len(rows), now)
         else:
             self._short_since = math.inf
         return rows, cpu.table.generations[rows].tolist()
 
+    def end_lending(self) -> None:
+        """Nobody waits for rows to be lent any more: the next one that does has all its patience."""
+        self._short_since = self.lend_at = math.inf
+
     def _lend_late(self, count: int, now: float) -> list[int]:
         """Wait, like a store, for rows that are to be written below; then take them anyway."""
         self._short_since = min(self._short_since, now)
         patience_ends = self._short_since + self._patience_seconds
         if now < patience_ends:
-            self._lend_at = patience_ends
+            self.lend_at = patience_ends
             return []
         return self.control.cpu.lend(count) if self._admission.make_way(count, patient=False) else []
 
@@ -410,7 +415,7 @@ class ControlPlane(Recipient):
     def next_deadline(self, now: float) -> float | None:
         """The next time, not before `now`, at which `pump` has work although no outcome was reported."""
         soonest, pumped_at = math.inf, self._pumped_at
-        times = [self._open.expires_at, self.control.reclaim_at, self._admission.wake_at, self._lend_at]
+        times = [self._open.expires_at, self.control.reclaim_at, self._admission.wake_at, self.lend_at]
         for lower in self.control.lowers:
             times.append(lower.send_at)
         if self.reservations.by_request:
@@ -486,6 +491,7 @@ class ControlPlane(Recipient):
 
     def take_events(self) -> list[OffloadingEvent]:
         """Blocks that became reachable or ceased to be, in order, each once."""
+        self._collect_changes()
         return self.events.take()
 
     def announce(self, keys: Sequence[OffloadKey], now: float) -> None:
