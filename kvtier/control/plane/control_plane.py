@@ -138,7 +138,7 @@ class ControlPlane(Recipient):
     """Everything that decides. See the module's docstring for how to drive it.
 
     `uses` (`RequestTracker`, with `chains`) is there where a policy follows requests, and with `settings.curves`.
-    `lend_at` is the time at which rows are lent that are to be written below; infinite unless somebody waits for some.
+    `lend_at` is the time at which rows are lent that are to be written below; infinite unless an engine waits for some.
     """
 
     def __init__(
@@ -246,7 +246,7 @@ class ControlPlane(Recipient):
         return rows, cpu.table.generations[rows].tolist()
 
     def end_lending(self) -> None:
-        """Nobody waits for rows to be lent any more: the next one that does has all its patience."""
+        """No engine waits for rows to be lent any more: the next one that does has all its patience."""
         self._short_since = self.lend_at = math.inf
 
     def _lend_late(self, count: int, now: float) -> list[int]:
