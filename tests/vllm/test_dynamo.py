@@ -54,7 +54,14 @@ class Watched:
         return whole | {f"part in {tier}" for tier, there in found.items() if there & blocks and tier not in whole}
 
     def until(self, blocks: set[Block], tiers: set[str]) -> None:
-        until(lambda: self.tiers(blocks) == tiers, lambda: f"in {self.tiers(blocks)}, not in {tiers}")
+        """Wait until the indexer has these blocks in these tiers. vLLM publishes in steps alone: an engine without a
+        request says with its next one what was written to disk after its last step."""
+
+        def told() -> bool:
+            self.vllm.generate([prompt(0)[: BLOCK // 2]], tokens=1)
+            return self.tiers(blocks) == tiers
+
+        until(told, lambda: f"in {self.tiers(blocks)}, not in {tiers}")
 
 
 @pytest.fixture(scope="module")
