@@ -295,7 +295,9 @@ class Copying:
     def _report(self, copy: Copy, worker: int, runs: Sequence[tuple[int, int]], now: float) -> None:
         if copy.fills and worker >= self._fillers:
             return
-        errors = [error for count, error in runs for _ in range(count)]
+        errors: list[int] = []
+        for count, error in runs:
+            errors += [error] * count
         if worker not in copy.left or len(errors) != len(copy.rows):
             raise Breach(f"worker {worker} reports {len(errors)} blocks of job {copy.job}, which is not its")
         if not copy.report(worker, errors):
@@ -334,10 +336,10 @@ class Copying:
         self._end_job(job, outcomes)
 
     def _end_job(self, job: int, outcomes: Sequence[BlockOutcome]) -> None:
-        runs = [
-            (len(list(run)), outcome.status.value, outcome.reason.value if outcome.reason else "", outcome.errno)
-            for outcome, run in groupby(outcomes)
-        ]
+        runs = []
+        for outcome, run in groupby(outcomes):
+            reason = outcome.reason.value if outcome.reason else ""
+            runs.append((len(list(run)), outcome.status.value, reason, outcome.errno))
         for first in range(0, len(runs), wire.ITEM_KEYS_MAX):
             some = runs[first : first + wire.ITEM_KEYS_MAX]
             self._out.append(wire.Ended(job, some, more=first + len(some) < len(runs)))

@@ -412,9 +412,9 @@ class StackServer:
             self._let_go(wire.Left)
 
     def _send(self, sessions: Sequence[Session]) -> None:
-        if not sessions:
-            return
-        for engine in [each for each in self._engines.values() if each.session in sessions]:
+        for engine in tuple(self._engines.values()):
+            if engine.session not in sessions:
+                continue
             peer = engine.scheduler
             if peer is not None and not peer.session.lost:
                 self._send_to(peer, engine.session.take_items(events=not peer.channel.waiting_bytes))

@@ -24,7 +24,7 @@ from kvtier.control.state import ControlState
 from kvtier.control.tiers.breaker import BreakerState
 from kvtier.control.tiers.lower_tier import LowerTier
 from kvtier.control.tiers.slot_table import READY
-from kvtier.types.jobs import STORED, DropReason, JobKind, JobResult, SkipReason
+from kvtier.types.jobs import STORED, BlockOutcome, DropReason, JobKind, JobResult, SkipReason, dropped
 from kvtier.types.keys import OffloadKey
 
 JOB_BLOCKS = 128
@@ -93,6 +93,29 @@ class Demotions:
         if len(ready) < len(rows):
             control.end_fill([row for row in rows if state[row] != READY], False, source, now)
         return ready
+
+    def end_stores(
+        self, rows: list[int], outcomes: Sequence[BlockOutcome], resets: int, now: float
+    ) -> Sequence[BlockOutcome]:
+        """Copies of GPU blocks into these rows, given in prefix order, ended so; they began after so many resets.
+
+        Returns what became of the blocks: one that a reset has overtaken is dropped.
+        """
+        control = self.control
+        if resets == control.resets and outcomes.count(STORED) == len(outcomes):  # the usual case in a few batch calls
+            control.cpu.commit(rows[::-1])
+            control.cpu_counters.stored += len(rows)
+            self.row_ready(rows[::-1], CPU_TIER, now)
+            if control.fills:
+                control.end_fill(rows, True, CPU_TIER, now)
+            return outcomes
+        ready = set(self.end_fills(rows, [outcome.ok for outcome in outcomes], CPU_TIER, now))
+        control.cpu_counters.stored += len(ready)
+        ended = []
+        for row, outcome in zip(rows, outcomes, strict=True):
+            control.cpu_counters.count(outcome)
+            ended.append(dropped(DropReason.RESET) if outcome.ok and row not in ready else outcome)
+        return ended
 
     def on_use(self, rows: Sequence[int], now: float) -> None:
         """The blocks of these rows were loaded, or stored once more: tiers that did not admit them decide again.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kvtier.control.flow.demotions import Demotions
-from kvtier.control.jobs import CPU_TIER
 from kvtier.control.state import FillWaiter
 from kvtier.control.tiers.slot_table import READY
 from kvtier.types.jobs import PRESENT, STORED, BlockOutcome, DropReason, JobKind, dropped, failed
@@ -95,35 +94,16 @@ class LentFill(FillWaiter):
         """The copies have ended, with an errno for each block, 0 for success, and `rows_to_seal` are sealed."""
         control = self._control
         control.cpu_counters.store_bytes += bytes_moved
+        rows, failures = self._rows, errors
         if self._spare:
             control.cpu.unpin([self._rows[index] for index in self._spare])
-        if self._spare or self._resets != control.resets or any(errors):
-            self._end_named(errors, now)
-        else:
-            self._end_whole(now)
-
-    def _end_whole(self, now: float) -> None:
-        """The usual case in a few batch calls: every block was new and is stored, and no reset came in between."""
-        control, rows = self._control, self._rows[::-1]
-        control.cpu.commit(rows)
-        control.cpu_counters.stored += len(rows)
-        self._demotions.row_ready(rows, CPU_TIER, now)
-        if control.fills:
-            control.end_fill(self._rows, True, CPU_TIER, now)
-        self._fills.discard(self)
-        self._on_end([STORED] * len(rows))
-
-    def _end_named(self, errors: Sequence[int], now: float) -> None:
-        control = self._control
-        rows = [self._rows[index] for index in self._named]
-        whole = [not errors[index] for index in self._named]
-        ready = set(self._demotions.end_fills(rows, whole, CPU_TIER, now))
-        control.cpu_counters.stored += len(ready)
-        for index, row in zip(self._named, rows, strict=True):
-            outcome = failed(errors[index]) if errors[index] else STORED
-            control.cpu_counters.count(outcome)
-            overtaken = outcome is STORED and row not in ready
-            self._complete(index, dropped(DropReason.RESET) if overtaken else outcome)
+            rows = [self._rows[index] for index in self._named]
+            failures = [errors[index] for index in self._named]
+        copied = [STORED] * len(rows) if not any(failures) else [failed(one) if one else STORED for one in failures]
+        ended = self._demotions.end_stores(rows, copied, self._resets, now)
+        for index, outcome in zip(self._named, ended, strict=True):
+            self._outcomes[index] = outcome
+        self._close(len(ended))
 
     def on_fill(self, index: int, row: int | None, position: int, now: float) -> None:
         """The fill that a block waited for has ended: it is there, or dropped, because its own row is gone."""
@@ -146,7 +126,11 @@ class LentFill(FillWaiter):
 
     def _complete(self, index: int, outcome: BlockOutcome) -> None:
         self._outcomes[index] = outcome
-        self._open -= 1
-        if not self._open:
+        self._close(1)
+
+    def _close(self, count: int) -> None:
+        """So many blocks have their outcome."""
+        self._open -= count
+        if count and not self._open:
             self._fills.discard(self)
-            self._on_end([each for each in self._outcomes if each is not None])
+            self._on_end(list(filter(None, self._outcomes)))

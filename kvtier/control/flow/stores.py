@@ -170,29 +170,15 @@ class FillJob(JobOwner):
         request.in_copy.difference_update(self.indices)
         request.bytes_moved += result.bytes_moved
         control.cpu_counters.store_bytes += result.bytes_moved
-        if outcomes.count(STORED) == len(outcomes) == len(self.rows) and self.resets == control.resets:
-            self._finish_whole(now)
+        if not outcomes.count(STORED) == len(outcomes) == len(self.rows):
+            by_place = dict(zip(request.order_of(self.indices), outcomes, strict=True))
+            outcomes = [by_place[m] for m in range(len(self.rows))]
+        ended = request.demotions.end_stores(self.rows, outcomes, self.resets, now)
+        if ended.count(STORED) == len(ended):
+            request.complete_all(self.indices, STORED)
             return
-        by_place = dict(zip(request.order_of(self.indices), outcomes, strict=True))
-        in_order = [by_place[m] for m in range(len(self.rows))]
-        whole = [outcome.ok for outcome in in_order]
-        ready = set(request.demotions.end_fills(self.rows, whole, CPU_TIER, now))
-        control.cpu_counters.stored += len(ready)
-        for index, row, outcome in zip(self.indices, self.rows, in_order, strict=True):
-            control.cpu_counters.count(outcome)
-            overtaken = outcome.ok and row not in ready
-            request.complete(index, dropped(DropReason.RESET) if overtaken else outcome)
-
-    def _finish_whole(self, now: float) -> None:
-        """The usual case in a few batch calls: every block was stored, and no reset came in between."""
-        request, control = self.request, self.request.control
-        rows = self.rows[::-1]
-        control.cpu.commit(rows)
-        control.cpu_counters.stored += len(rows)
-        request.complete_all(self.indices, STORED)
-        request.demotions.row_ready(rows, CPU_TIER, now)
-        if control.fills:
-            control.end_fill(self.rows, True, CPU_TIER, now)
+        for index, outcome in zip(self.indices, ended, strict=True):
+            request.complete(index, outcome)
 
     def on_late(self, now: float) -> None:
         """The copy goes on, but whatever it reads no longer matters: its rows are unreachable until it ends."""

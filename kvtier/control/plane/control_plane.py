@@ -526,8 +526,7 @@ class ControlPlane(Recipient):
                 for removed, keys in changes:
                     if control.awaited.ages:
                         control.awaited.on_change(keys)
-                    if self.events.events_max:
-                        self.events.record(lower.spec, keys, removed)
+                    self.events.record(lower.spec, keys, removed)
                     if removed:
                         self.demotions.on_evict_below(lower, keys)
                         if lower.admission is not None:
@@ -537,8 +536,7 @@ class ControlPlane(Recipient):
         if control.cpu.changes:
             changes, control.cpu.changes = control.cpu.changes, []
             for removed, keys in changes:
-                if self.events.events_max:
-                    self.events.record(control.cpu_spec, keys, removed)
+                self.events.record(control.cpu_spec, keys, removed)
                 if removed and self.hints.is_used:
                     self.hints.prefetches.on_evict(keys)
 
