@@ -27,6 +27,7 @@ BEHIND_ITEMS_MAX = 256
 """Items that wait for a process that does not read, until what is asked for is a miss."""
 FILLED_MAX = 1 << 16
 """Keys of the engine's own stores that are remembered: they are not stored once more while they are in a row."""
+NO_ROW = dropped(DropReason.NO_ROW)
 LEASE_TURNS = 2
 """Turns for which a lease holds although it is asked back: vLLM takes two a step, and looks up between them. Requests
 that want more rows than there are would else take them from each other for ever, before any is loaded."""
@@ -60,7 +61,8 @@ class EngineCore:
         self.verdicts: dict[int, int] = {}
         self.answers: dict[int, list[Any]] = {}
         """By number, of the questions that are waited for: who asks adds a list, and takes it away."""
-        self._requests: dict[str, ClientRequest] = {}
+        self.requests: dict[str, ClientRequest] = {}
+        """By name, those that have not ended."""
         self._asked: dict[int, tuple[ClientRequest, list[OffloadKey]]] = {}
         self._copies: dict[int, RowCopy] = {}
         self._lent = LentRows()
@@ -69,7 +71,9 @@ class EngineCore:
         self._resetting = self._loads = 0
         self._reset_due = False
         self._number = self._last_copy = 0
-        self._wanted = self._stored = self._needed = 0
+        self.wanted = 0
+        """Rows that the stack process was asked to lend ahead."""
+        self._stored = self._needed = 0
         self._ahead = LENT_MIN
         self._needs = False
         self._turn = 0
@@ -100,16 +104,6 @@ class EngineCore:
         """Rows that may be filled now."""
         return len(self._lent) if self.serves else 0
 
-    @property
-    def num_requests(self) -> int:
-        """Requests that have not ended."""
-        return len(self._requests)
-
-    @property
-    def wants_rows(self) -> bool:
-        """True if the stack process was asked for rows ahead."""
-        return self._wanted > 0
-
     def say(self, item: Item) -> None:
         """Send an item with the next step, if there is a connection."""
         if self.connected:
@@ -123,16 +117,16 @@ class EngineCore:
         """A request; what it may find is asked for with the next send. One of this id that is there ends: the stack
         process knows them by their names alone."""
         name = wire.request_name(request_id)
-        if (before := self._requests.get(name)) is not None:
+        if (before := self.requests.get(name)) is not None:
             before.end()
-        request = self._requests[name] = ClientRequest(self, name, info)
+        request = self.requests[name] = ClientRequest(self, name, info)
         self.ask(request, keys)
         return request
 
     def free_id(self, request_id: str) -> str:
         """This id, or one like it while there is a request of this one."""
         free = request_id
-        while wire.request_name(free) in self._requests:
+        while wire.request_name(free) in self.requests:
             free = f"{request_id}#{self.next_number()}"
         return free
 
@@ -147,7 +141,7 @@ class EngineCore:
             if self._is_full:
                 known.update(dict.fromkeys(asked, wire.MISSING))
                 return
-            if asked and not self._wanted:
+            if asked and not self.wanted:
                 self._want(self._ahead, self._needed)
             for first, part in split(asked):
                 more = first + len(part) < len(asked)
@@ -243,8 +237,8 @@ class EngineCore:
             else:
                 self._forget(request)
             request.ended = True
-            if self._requests.get(request.id) is request:
-                del self._requests[request.id]
+            if self.requests.get(request.id) is request:
+                del self.requests[request.id]
 
     def _forget(self, request: ClientRequest) -> None:
         self._asked_back.pop(request, None)
@@ -280,19 +274,19 @@ class EngineCore:
             copy.void = True
 
     def _void(self) -> None:
-        for request in self._requests.values():
+        for request in self.requests.values():
             self._forget(request)
             request.present.clear()
         self._filled.clear()
 
     def _on_void(self) -> None:
         """Another engine has reset the pool."""
-        for request in self._requests.values():
+        for request in self.requests.values():
             self.release(request)
         self._void_all()
 
     def _on_revoke(self, item: wire.Revoke) -> None:
-        for request in filter(None, map(self._requests.get, item.requests)):
+        for request in filter(None, map(self.requests.get, item.requests)):
             self._give_back(request)
         self._return(item.lent)
 
@@ -353,9 +347,9 @@ class EngineCore:
         self._stored += len(keys)
         if self._needed:  # of this store; another one that waits says so
             self._needed = 0
-            self.say(wire.Want(self._wanted))
+            self.say(wire.Want(self.wanted))
         rows, generations = self._lent.take(len(keys) if self.serves else 0)
-        copy = self._new_copy(job, keys, range(len(rows)), dropped(DropReason.NO_ROW))
+        copy = self._new_copy(job, keys, range(len(rows)), NO_ROW)
         if not rows:
             self._end_copy(copy)
             return None
@@ -506,8 +500,8 @@ class EngineCore:
         self._want(self._ahead, needed)
 
     def _want(self, ahead: int, needed: int) -> None:
-        if self.connected and self.stores and (ahead, needed) != (self._wanted, self._needed):
-            self._wanted, self._needed = ahead, needed
+        if self.connected and self.stores and (ahead, needed) != (self.wanted, self._needed):
+            self.wanted, self._needed = ahead, needed
             self.out.append(wire.Want(ahead, needed))
 
     def rest(self) -> None:
@@ -527,7 +521,7 @@ class EngineCore:
         self._needs = True
         if self.connected and count > self._needed:
             self._needed = count
-            self.out.append(wire.Want(self._wanted, count))
+            self.out.append(wire.Want(self.wanted, count))
 
     def lose(self) -> None:
         """The connection has ended: nothing is leased or lent any more. A store ends with it, once nothing reads its
@@ -540,7 +534,7 @@ class EngineCore:
         self._lent.clear()
         self._unsure.clear()
         self._reset_due = self._reset_due or self.resetting
-        self._resetting = self._wanted = self._needed = self._loads = 0
+        self._resetting = self.wanted = self._needed = self._loads = 0
         for copy in list(self._copies.values()):
             if copy.job.kind is JobKind.STORE:
                 copy.lost = True

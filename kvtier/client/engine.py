@@ -80,6 +80,8 @@ class SchedulerClient:
 
     def _use(self, connected: Connected) -> None:
         sock, self.welcome, _ = connected
+        self.life: str = self.welcome.life
+        """The name of the session whose rows are leased and lent now. Workers copy for no other."""
         self._channel = Channel(sock, TO_ENGINE, OUTBOX_BYTES_MAX)
         self._later: list[Any] = []
         self._poll = select.poll()
@@ -87,11 +89,6 @@ class SchedulerClient:
         self._is_lost = False
         self._heard_at = time.monotonic()
         self._asked_for_sign = False
-
-    @property
-    def life(self) -> str:
-        """The name of the session whose rows are leased and lent now. Workers copy for no other."""
-        return self.welcome.life
 
     def wait_notes(self, timeout_seconds: float = OPEN_SECONDS) -> list[str]:
         """The notes of all workers, once they have connected. Raises ResourceError if one has not in time."""
@@ -165,7 +162,7 @@ class SchedulerClient:
     @property
     def _rests(self) -> bool:
         """True if the engine stores nothing before its next request. It may take no step until then."""
-        return not self.core.num_requests
+        return not self.core.requests
 
     def _balance_rows(self) -> None:
         """Have rows lent ahead while there are requests, as many as are used in two seconds; else give them back."""
@@ -174,7 +171,7 @@ class SchedulerClient:
             core.rest()
             return
         now = time.monotonic()
-        if core.serves and (now >= self._want_at or not core.wants_rows):
+        if (now >= self._want_at or not core.wanted) and core.serves:
             self._want_at = now + WANT_SECONDS
             core.want_rows()
 

@@ -142,7 +142,7 @@ class StackClient(SchedulerClient):
     @property
     def _rests(self) -> bool:
         """Beside lookups that name no request there is none, and no store: a load alone needs no row ahead."""
-        return not self.transfers.stores_soon(self.core.num_requests - 1)
+        return not self.transfers.stores_soon(len(self.core.requests) - 1)
 
     @property
     def has_pending_work(self) -> bool:

@@ -18,7 +18,7 @@ import numpy as np
 from kvtier.client.copies import RowCopy, by_groups, keys_of
 from kvtier.client.core import EngineCore
 from kvtier.client.request import ClientRequest
-from kvtier.errors import IntegrityError
+from kvtier.errors import IntegrityError, UsageError
 from kvtier.service.wire import ITEM_KEYS_MAX, LATE
 from kvtier.types import jobs
 from kvtier.types.arrays import int_array
@@ -182,12 +182,13 @@ class Transfers:
         stores = any(not whole.rows for whole in self._whole.values())
         return stores or any(not each.loads for each in self._open.values())
 
-    def has(self, job_id: JobId) -> bool:
-        """True if a job of this number has not ended."""
-        return job_id in self._whole or job_id in self._open
-
     def submit(self, job: TransferJob, request: ClientRequest | None, now: float) -> None:
-        """Begin a job. A load ends the leases of its request; blocks that are leased to it need no window."""
+        """Begin a job. A load ends the leases of its request; blocks that are leased to it need no window.
+
+        Raises UsageError if a job of this id has not ended.
+        """
+        if job.job_id in self._whole or job.job_id in self._open:
+            raise UsageError(f"job {job.job_id} is in flight already")
         keys, loads = keys_of(job), job.kind is JobKind.LOAD
         if self._has_rows(job, keys, request):
             self._whole[job.job_id] = WholeCopy(now, len(keys) if loads else 0)
@@ -205,7 +206,8 @@ class Transfers:
         if job.kind is JobKind.STORE:
             if not 0 < len(keys) <= self._core.room:
                 return False
-            return all(group.runs.all_whole(len(group.keys), self._factor) for group in job.gpu_groups)
+            whole = [group.runs.all_whole(len(group.keys), self._factor) for group in job.gpu_groups]
+            return False not in whole
         if request is None or not 0 < len(keys) <= WINDOW_MAX:
             return False
         return all(map(request.leased.__contains__, keys))
@@ -243,6 +245,8 @@ class Transfers:
     @property
     def next_deadline(self) -> float:
         """The time at which `advance` has work by time alone."""
+        if not self._open:
+            return math.inf
         waiting = [each for each in self._open.values() if each.todo]
         windows = (window.transfer.deadline for window in self._windows)
         retries = (each.retry_at for each in waiting if each.retry_at > -math.inf)

@@ -348,7 +348,7 @@ class WorkerClient:
 
     def __init__(self, identity: Identity, tensors: Sequence[torch.Tensor], gpu: LoadStore) -> None:
         self._gpu = gpu
-        self._fences = gpu if isinstance(gpu, FencesCopies) else None
+        self._fence: Callable[[], None] | None = None
         self._identity = identity
         self._tensors = tensors
         self._begun: deque[tuple[TransferJob, str]] = deque()
@@ -374,7 +374,9 @@ class WorkerClient:
         nominal = Geometry(namespace.layout, link.welcome.alignment)
         context = TierContext("gpu", nominal, namespace, time.monotonic, worker=0, kv_caches=self._tensors)
         geometry, rows = link.attach(context)
-        await self._gpu.open(replace(context, geometry=geometry, rows=rows))
+        gpu = self._gpu
+        await gpu.open(replace(context, geometry=geometry, rows=rows))
+        self._fence = gpu.fence if isinstance(gpu, FencesCopies) and gpu.beside_engine else None
 
     def begin(self, job: TransferJob, life: str) -> None:
         """Begin a copy in the session of this name. From any thread: STORE jobs copy GPU blocks into rows, LOAD jobs
@@ -382,8 +384,8 @@ class WorkerClient:
 
         It begins after the work that the calling thread gave its device so far.
         """
-        if self._fences is not None and self._fences.beside_engine:
-            self._fences.fence()
+        if self._fence is not None:
+            self._fence()
         self._begun.append((job, life))
         self._waker.wake()
 

@@ -190,16 +190,15 @@ class ProcessStack(ConnectedStack):
 
         A load that names a request ends the request's leases. Raises UsageError for a job that contradicts the layout.
         """
-        client = self._opened()
+        client = self._client
+        assert client is not None
         check_job(job, client.geometry)
         if self._reads_only and job.kind is JobKind.STORE:
             raise UsageError("this engine only reads: nothing is stored")
-        for group in job.gpu_groups:
+        for group in job.groups:
             check_wire_keys(group.keys)
         if request is not None:
             check_types("a job's request", (request, ProcessRequest))
-        if client.transfers.has(job.job_id):
-            raise UsageError(f"job {job.job_id} is in flight already")
         client.begin_job(job, None if request is None else request._request)
         return job.job_id
 
@@ -212,7 +211,9 @@ class ProcessStack(ConnectedStack):
     @call_of_stack
     def step(self) -> list[JobResult]:
         """Once per engine step: take in what came, send what was decided, return the engine's jobs that ended."""
-        return self._opened().step()
+        client = self._client
+        assert client is not None
+        return client.step()
 
     def wait(self, timeout_seconds: float) -> bool:
         """For an engine with nothing else to do: wait until `step` has work, or the time is over.

@@ -29,10 +29,12 @@ def whole_groups(
     """The groups of a job for whole blocks. Raises UsageError for blocks that contradict the layout."""
     check_types("a job", (keys, Sized), (gpu_blocks, Sized), (groups, Sized))
     if not len(groups):
+        check_keys(keys, geometry.num_groups)
         groups = [(keys, gpu_blocks)]
     elif len(keys) or len(gpu_blocks):
         raise UsageError("blocks are named by keys and gpu_blocks or by groups, not by both")
-    check_pairs(groups, geometry.num_groups)
+    else:
+        check_pairs(groups, geometry.num_groups)
     factor = geometry.factor
     found = []
     for group_keys, blocks in groups:
@@ -55,7 +57,8 @@ def new_job(
 
     Raises UsageError for what is no kind, no groups or no time.
     """
-    check_types("a job", (kind, JobKind), (groups, tuple | list))
+    if type(kind) is not JobKind or type(groups) not in (tuple, list):
+        check_types("a job", (kind, JobKind), (groups, tuple | list))
     if timeout_seconds is not None:
         check_timeout(timeout_seconds)
     else:

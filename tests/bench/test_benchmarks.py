@@ -44,8 +44,10 @@ CALLS_MAX = {
     "lookup in a row": 15,
     "lookup on disk": 19,
     "store, stack process": 345,
+    "store, engine's thread": 128 + 26,
 }
-"""Calls of a trip of one block, where copies are compiled: 1.15 of what is measured, so that a helper has room."""
+"""Calls of a trip of one block, where copies are compiled: 1.15 of what is measured, so that a helper has room; in an
+engine's thread, which may step once more, those of a step too."""
 CALLS_OF_PYTHON_COPY = 14
 """Calls in addition where they are not."""
 REUSE_CALLS_MAX = 1.3
@@ -130,7 +132,7 @@ def test_the_path_benchmark_counts_every_trip_of_a_block_and_of_a_batch(record: 
 def test_the_way_of_a_block_does_not_become_longer(trip: str, record: Callable[[str], Record]) -> None:
     """What adds calls to it saves as many elsewhere. Up to six more are counted where time passes between two steps."""
     (row,) = (row for row in record("path")["results"] if (row["blocks"], row["what"]) == (1, trip))
-    copies = 0 if trip.startswith("lookup") or load_compiled() else CALLS_OF_PYTHON_COPY
+    copies = 0 if "lookup" in trip or "engine's" in trip or load_compiled() else CALLS_OF_PYTHON_COPY
     assert row["calls_min"] <= CALLS_MAX[trip] + copies
     assert row["files_min"] <= FILES_MAX
 

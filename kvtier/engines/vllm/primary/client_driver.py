@@ -210,7 +210,7 @@ class ClientDriver:
         self.client.turn()
         core = self._core
         core.ended.clear()  # vLLM goes by the reports of its workers
-        self._figures_are_old = self._figures_are_old or core.num_requests > 0
+        self._figures_are_old = self._figures_are_old or bool(core.requests)
         self._take_in_events()
         if not core.joined:
             self._join_late()
