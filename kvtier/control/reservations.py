@@ -71,19 +71,21 @@ class Reservation(RowRequest):
             return None
         return LookupResult.HIT if self.state[index] is KeyState.LEASED else LookupResult.MISS
 
-    def on_fill(self, index: int, row: int | None, position: int, now: float) -> None:
-        if self.ended or self.state[index] is not KeyState.FILLING:
+    def on_fills(self, fills: Sequence[tuple[int, int]], success: bool, position: int, now: float) -> None:
+        own = {index: row for index, row in fills if self.state[index] is KeyState.FILLING}
+        if self.ended or not own:
             return
         self.owner.control.filled_ages.append(self.age)
-        if row is None:
+        if success:
             if position:
-                self._on_load_failure(index, position)
+                self.brought |= {self.keys[index]: position for index in own}
+            self._hold(own)
+            return
+        if position:
+            self._on_load_failure(own, position)
+        for index in own:
             self.state[index] = KeyState.WANTED
-            self.todo.appendleft(index)
-        else:
-            if position:
-                self.brought[self.keys[index]] = position
-            self._hold({index: row})
+        self.todo.extendleft(own)
 
     def _hold(self, ready: dict[int, int]) -> None:
         self.owner.control.cpu.pin(list(ready.values()))
@@ -92,8 +94,9 @@ class Reservation(RowRequest):
             self.state[index] = KeyState.LEASED
         self.open -= len(ready)
 
-    def _wait(self, index: int) -> None:
-        self.state[index] = KeyState.FILLING
+    def _wait(self, indices: Sequence[int]) -> None:
+        for index in indices:
+            self.state[index] = KeyState.FILLING
 
     def _miss(self, index: int) -> None:
         self.state[index] = KeyState.MISSING

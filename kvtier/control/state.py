@@ -64,10 +64,10 @@ class FillWaiter(ABC):
     """Waits for filling rows."""
 
     @abstractmethod
-    def on_fill(self, index: int, row: int | None, position: int, now: float) -> None:
-        """The fill for the block at `index` ended, once: in this row, or with None if it failed.
+    def on_fills(self, fills: Sequence[tuple[int, int]], success: bool, position: int, now: float) -> None:
+        """The fills for some blocks ended, once each, all well or none: (its index, the row) of each.
 
-        `position` is the lower tier that filled it, 0 for a store.
+        `position` is the lower tier that filled them, 0 for a store.
         """
 
 
@@ -150,11 +150,14 @@ class ControlState(JobTable[JobOwner]):
         return self.cpu_counters if position == CPU_TIER else self.lowers[position - 1].counters
 
     def wait_for_fill(self, row: int, waiter: FillWaiter, index: int) -> None:
-        """Have `waiter.on_fill` called when the fill of this row ends."""
+        """Have `waiter.on_fills` called when the fill of this row ends."""
         self.fills.setdefault(row, []).append((waiter, index))
 
     def end_fill(self, rows: Sequence[int], success: bool, position: int, now: float) -> None:
-        """Call all waiters of these rows. Rows that succeeded are READY when this is called."""
+        """Call all waiters of these rows, each once. Rows that succeeded are READY when this is called."""
+        ended: dict[FillWaiter, list[tuple[int, int]]] = {}
         for row in rows:
             for waiter, index in self.fills.pop(row, ()):
-                waiter.on_fill(index, row if success else None, position, now)
+                ended.setdefault(waiter, []).append((index, row))
+        for waiter, fills in ended.items():
+            waiter.on_fills(fills, success, position, now)

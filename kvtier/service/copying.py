@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from errno import ECONNRESET, ESTALE
@@ -17,8 +16,8 @@ from kvtier.service.leasing import Leases
 from kvtier.service.quotas import PoolState
 from kvtier.service.wire import Breach, Item
 from kvtier.stack.watching.stats import EngineStats
-from kvtier.types.jobs import CANCELLED, LOADED, STORED, BlockOutcome, DropReason, JobKind, dropped, failed
-from kvtier.types.keys import OffloadKey, key_group
+from kvtier.types.jobs import CANCELLED, STORED, BlockOutcome, DropReason, JobKind, dropped, failed
+from kvtier.types.keys import OffloadKey, count_groups
 
 RUNS_KEPT_MAX = 1 << 16
 """Runs of outcomes in reports of workers that are kept: until the rest comes, or the engine's own word of their job."""
@@ -48,7 +47,6 @@ class Copy:
     `size` are the bytes of its rows.
 
     `load` is that of the control plane, for rows that hold what was stored; None for a fill, and after a reset.
-    `brought`: positions of the lower tiers that brought its keys up.
     `fill` is that of the control plane; without one a fill is of no use: its rows are free when it has ended.
     """
 
@@ -61,7 +59,6 @@ class Copy:
     size: int
     fill: LentFill | None = None
     load: LeasedLoad | None = None
-    brought: dict[OffloadKey, int] = field(default_factory=dict)
 
     def report(self, worker: int, errors: list[int]) -> bool:
         """A worker's part has ended. True if that was the last."""
@@ -226,8 +223,8 @@ class Copying:
         copy = self._begin(part, now)
         if void.isdisjoint(rows):
             keys = [named[row] for row in rows]
-            copy.brought = {key: leases.brought[key] for key in keys if key in leases.brought}
-            copy.load = plane.begin_leased_load(keys, rows, copy.brought, now)
+            brought = {key: leases.brought[key] for key in keys if key in leases.brought}
+            copy.load = plane.begin_leased_load(keys, rows, brought, now)
         else:
             plane.control.cpu.pin(rows)
         if self._early:
@@ -320,11 +317,9 @@ class Copying:
             self._end_job(copy.job, [failed(error) if error else CANCELLED for error in copy.errors])
             return
         good = [key for key, error in zip(copy.load.keys, copy.errors, strict=True) if not error]
-        groups = Counter(map(key_group, good)).items()
-        moved = sum(count * geometry.kv_bytes_per_offloaded_block(group) for group, count in groups)
+        moved = sum([count * geometry.kv_bytes_per_offloaded_block(group) for group, count in count_groups(good)])
         outcomes = plane.end_leased_load(copy.load, copy.errors, moved)
-        loaded = [key for key, each in zip(copy.load.keys, outcomes, strict=True) if each is LOADED]
-        for position, count in Counter(copy.brought.get(key, CPU_TIER) for key in loaded).items():
+        for position, count in copy.load.hits.items():
             name = plane.control.cpu.name if position == CPU_TIER else plane.control.lowers[position - 1].name
             self._counts.loaded[name] = self._counts.loaded.get(name, 0) + count
         self._end_job(copy.job, outcomes)

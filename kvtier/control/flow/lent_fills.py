@@ -105,17 +105,18 @@ class LentFill(FillWaiter):
             self._outcomes[index] = outcome
         self._close(len(ended))
 
-    def on_fill(self, index: int, row: int | None, position: int, now: float) -> None:
-        """The fill that a block waited for has ended: it is there, or dropped, because its own row is gone."""
-        if self._outcomes[index] is not None:
-            return
-        if row is None:
-            self._control.cpu_counters.drop(DropReason.NO_ROW)
-            self._complete(index, dropped(DropReason.NO_ROW))
-            return
-        self._complete(index, PRESENT)
-        if not self._demotions.admits_all:
-            self._demotions.on_use((row,), now)
+    def on_fills(self, fills: Sequence[tuple[int, int]], success: bool, position: int, now: float) -> None:
+        """The fills that blocks waited for have ended: these are there, or dropped, because their own rows are gone."""
+        for index, row in fills:
+            if self._outcomes[index] is not None:
+                continue
+            if not success:
+                self._control.cpu_counters.drop(DropReason.NO_ROW)
+                self._complete(index, dropped(DropReason.NO_ROW))
+                continue
+            self._complete(index, PRESENT)
+            if not self._demotions.admits_all:
+                self._demotions.on_use((row,), now)
 
     def stop(self, reason: DropReason) -> None:
         """Wait for the fills of others no more."""

@@ -80,7 +80,7 @@ class LoadOrCompute:
         quota = self._promotions.quota(now)
         count = max(1, min(PROBE_BLOCKS, int(PROBE_SHARE * PROBE_SECONDS / lower.speed.seconds(1))))
         distinct = [key for key in list(dict.fromkeys(keys))[:count] if quota.take(lower, key)]
-        self._promotions.start([PromotionRequest(key, lower, None, index) for index, key in enumerate(distinct)], now)
+        self._promotions.start([PromotionRequest(key, lower, index) for index, key in enumerate(distinct)], now)
 
 
 def answers(results: Sequence[LookupResult], end: int) -> list[LookupResult]:

@@ -7,6 +7,7 @@ both always end. So any number of loads longer than the CPU tier get through any
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import chain
 
@@ -29,7 +30,7 @@ from kvtier.types.jobs import (
     TransferJob,
     failed,
 )
-from kvtier.types.keys import OffloadKey, key_group
+from kvtier.types.keys import OffloadKey, count_groups
 
 
 class LoadRequest(EngineJob, RowRequest):
@@ -69,21 +70,23 @@ class LoadRequest(EngineJob, RowRequest):
             return self.keys
         return [key for key, outcome in zip(self.keys, self.outcomes, strict=True) if outcome is LOADED]
 
-    def on_fill(self, index: int, row: int | None, position: int, now: float) -> None:
-        """A row this load waits for ended its fill."""
-        self.filling -= 1
-        if self.outcomes[index] is not None:
+    def on_fills(self, fills: Sequence[tuple[int, int]], success: bool, position: int, now: float) -> None:
+        """Rows this load waits for ended their fills."""
+        self.filling -= len(fills)
+        own = [each for each in fills if self.outcomes[each[0]] is None]
+        if not own:
             return
         self.control.filled_ages.append(self.age)
+        indices = [index for index, _ in own]
         if position != CPU_TIER:
-            self._on_load_failure(index, position)
-        if row is None:
-            self.todo.appendleft(index)
+            self._on_load_failure(indices, position)
+        if not success:
+            self.todo.extendleft(indices)
             return
         if position != CPU_TIER:
-            self.brought[self.keys[index]] = position
-        self.control.cpu.pin((row,))
-        self.arrived.append((index, row))
+            self.brought |= {self.keys[index]: position for index in indices}
+        self.control.cpu.pin([row for _, row in own])
+        self.arrived += own
 
     def on_copy(self, indices: Sequence[int]) -> None:
         """These blocks are loaded. Each is a hit of the highest tier that had it when the request asked for it."""
@@ -138,8 +141,8 @@ class LoadRequest(EngineJob, RowRequest):
             # Here and now these are the most recent: a load must not throw out its own hits to fetch the rest.
             cpu.touch(rows[::-1])
 
-    def _wait(self, index: int) -> None:
-        self.filling += 1
+    def _wait(self, indices: Sequence[int]) -> None:
+        self.filling += len(indices)
 
     def _miss(self, index: int) -> None:
         self.complete(index, MISSING)
@@ -229,7 +232,8 @@ class CopyJob(JobOwner):
 
 
 class LeasedLoad:
-    """A copy out of rows, which it pins until its end. Hits are those of the tiers that brought the blocks up."""
+    """A copy out of rows, which it pins until its end. `hits`: the blocks it has loaded, by the position of the tier
+    that brought them up."""
 
     def __init__(
         self,
@@ -243,11 +247,12 @@ class LeasedLoad:
         self._control = control = demotions.control
         self._rows = rows
         self._brought = brought
+        self.hits = Counter[int]()
         self._resets = control.resets
         control.cpu.pin(rows)
         blocks = control.group_blocks[JobKind.LOAD]
-        for key in keys:
-            blocks[key_group(key)] += 1
+        for group, count in count_groups(keys):
+            blocks[group] += count
         if not demotions.admits_all:
             demotions.on_use(rows[::-1], now)
 
@@ -256,14 +261,15 @@ class LeasedLoad:
         control = self._control
         counters = control.cpu_counters
         counters.load_bytes += bytes_moved
-        outcomes = []
-        for key, error in zip(self.keys, errors, strict=True):
-            outcome = failed(error) if error else LOADED if self._resets == control.resets else CANCELLED
-            outcomes.append(outcome)
+        good = LOADED if self._resets == control.resets else CANCELLED
+        outcomes = [failed(error) if error else good for error in errors]
+        for outcome in outcomes:
             if outcome is not LOADED:
                 counters.count(outcome)
-                continue
-            counters.loaded += 1
-            control.counters(self._brought.get(key, 0)).hits += 1
+        loaded = [key for key, each in zip(self.keys, outcomes, strict=True) if each is LOADED]
+        counters.loaded += len(loaded)
+        self.hits.update([self._brought.get(key, CPU_TIER) for key in loaded])
+        for position, count in self.hits.items():
+            control.counters(position).hits += count
         control.cpu.unpin(self._rows)
         return outcomes

@@ -16,11 +16,10 @@ from kvtier.types.values import job_value
 
 @job_value
 class PromotionRequest:
-    """A request wants this key in a row. The lower tier has it. Without a `waiter` its load is a trial of the tier."""
+    """This key, at this index of a request's, is wanted in a row. The lower tier has it."""
 
     key: OffloadKey
     lower: LowerTier
-    waiter: FillWaiter | None
     index: int
 
 
@@ -70,7 +69,9 @@ class Promotions:
     def source(self, key: OffloadKey, tried: int, now: float) -> LowerTier | None:
         """The highest lower tier that may be asked for this key and was not tried (`tried` is a mask of bits)."""
         for lower in self.control.lowers:
-            if not tried & lower.bit and lower.holds_key(key, now) and lower.may_load(now):
+            if tried & lower.bit or lower.index.presence(key, now) is False:
+                continue
+            if lower.may_load(now) and not (lower.roots.any_silent and lower.silent(key)):
                 return lower
         return None
 
@@ -87,20 +88,21 @@ class Promotions:
             rooms, [lower.roots.rooms() if lower.roots.several else None for lower in self.control.lowers]
         )
 
-    def start(self, requests: Sequence[PromotionRequest], now: float) -> int:
+    def start(self, requests: Sequence[PromotionRequest], now: float, waiter: FillWaiter | None = None) -> int:
         """Reserve rows for the front of `requests` (distinct keys, none in the CPU tier) and emit the jobs.
 
-        They are within the quota. Returns how many were started; the rest found no row.
+        They are within the quota. Returns how many were started; the rest found no row. `waiter` waits for them;
+        without one they are a trial of their tiers.
         """
         keys = [request.key for request in requests]
         rows = self.control.cpu.reserve(keys)
         if self.control.awaited.ages:
             self.control.awaited.on_change(keys[: len(rows)])
-        by_tier: dict[int, list[int]] = {}
+        fills, by_tier = self.control.fills, dict[int, list[int]]()
         for i, (row, request) in enumerate(zip(rows, requests, strict=False)):
             by_tier.setdefault(request.lower.position, []).append(i)
-            if request.waiter is not None:
-                self.control.wait_for_fill(row, request.waiter, request.index)
+            if waiter is not None:
+                fills.setdefault(row, []).append((waiter, request.index))
         for position, members in by_tier.items():
             lower = self.control.lowers[position - 1]
             size = min(JOB_BLOCKS, lower.spec.inflight_blocks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import deque
+from collections.abc import Iterable, Sequence
 
 from kvtier.control.flow.promotions import PromotionQuota, PromotionRequest, Promotions
 from kvtier.control.state import FillWaiter
@@ -40,16 +41,17 @@ class RowRequest(FillWaiter):
         """These keys, by index, are in these ready rows: pin them."""
 
     @abstractmethod
-    def _wait(self, index: int) -> None:
-        """The row of this key is being filled; `filled` is called when that has ended."""
+    def _wait(self, indices: Sequence[int]) -> None:
+        """The rows of these keys are being filled; `on_fills` is called when that has ended."""
 
     @abstractmethod
     def _miss(self, index: int) -> None:
         """No tier has this key."""
 
-    def _on_load_failure(self, index: int, position: int) -> None:
-        """The tier at `position` could not load this key: it is not tried again for it."""
-        self.tried[index] = self.tried.get(index, 0) | self.promotions.control.lowers[position - 1].bit
+    def _on_load_failure(self, indices: Iterable[int], position: int) -> None:
+        """The tier at `position` could not load these keys: it is not tried again for them."""
+        bit = self.promotions.control.lowers[position - 1].bit
+        self.tried |= {index: self.tried.get(index, 0) | bit for index in indices}
 
     def promote(self, room: int, quota: PromotionQuota | None, now: float) -> int:
         """Hold the keys that are in rows, wait for those on their way, promote up to `room` others; returns how many.
@@ -57,10 +59,9 @@ class RowRequest(FillWaiter):
         `quota` says how many each lower tier may be asked for, and is used up. Without it, only rows are looked at.
         """
         requests = self._collect(room, quota, now)
-        started = self.promotions.start(requests, now) if requests else 0
-        for request in requests[:started]:
-            self._wait(request.index)
-        self.todo.extendleft(request.index for request in reversed(requests[started:]))
+        started = self.promotions.start(requests, now, self) if requests else 0
+        self._wait([request.index for request in requests[:started]])
+        self.todo.extendleft([request.index for request in reversed(requests[started:])])
         return started
 
     def _collect(self, room: int, quota: PromotionQuota | None, now: float) -> list[PromotionRequest]:
@@ -73,6 +74,7 @@ class RowRequest(FillWaiter):
         ready: dict[int, int] = {}
         requests: dict[OffloadKey, PromotionRequest] = {}
         skipped: list[int] = []
+        filling: list[int] = []
         while self.todo and not (self.walked and skipped):
             index = self.todo.popleft()
             key = self.keys[index]
@@ -82,7 +84,7 @@ class RowRequest(FillWaiter):
                 if lower is None:
                     self._miss(index)
                 elif len(requests) < room and quota.take(lower, key):
-                    requests[key] = PromotionRequest(key, lower, self, index)
+                    requests[key] = PromotionRequest(key, lower, index)
                 else:
                     skipped.append(index)
             elif row is None:
@@ -92,7 +94,9 @@ class RowRequest(FillWaiter):
                 ready[index] = row
             else:
                 self.promotions.control.wait_for_fill(row, self, index)
-                self._wait(index)
+                filling.append(index)
+        if filling:
+            self._wait(filling)
         if ready:
             self._hold(ready)
         self.walked = True

@@ -50,17 +50,18 @@ class StoreRequest(EngineJob, FillWaiter):
         if self.open < len(self.all):
             self.todo = deque(i for i in self.todo if self.outcomes[i] is None)
 
-    def on_fill(self, index: int, row: int | None, position: int, now: float) -> None:
-        """Another fill of the same key ended: with success the block is present, else it is still to be stored."""
-        if self.outcomes[index] is not None:
-            return
-        if row is not None:
-            self.complete(index, PRESENT)
-            if not self.demotions.admits_all:
-                self.demotions.on_use((row,), now)
-        else:
-            self.control.filled_ages.append(self.age)
-            self.todo.append(index)
+    def on_fills(self, fills: Sequence[tuple[int, int]], success: bool, position: int, now: float) -> None:
+        """Other fills of the same keys ended: with success the blocks are present, else they are still to be stored."""
+        for index, row in fills:
+            if self.outcomes[index] is not None:
+                continue
+            if success:
+                self.complete(index, PRESENT)
+                if not self.demotions.admits_all:
+                    self.demotions.on_use((row,), now)
+            else:
+                self.control.filled_ages.append(self.age)
+                self.todo.append(index)
 
     def stop(self, outcome: BlockOutcome) -> None:
         """No new copies; copies in flight end first."""

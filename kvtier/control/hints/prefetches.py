@@ -41,24 +41,25 @@ class PrefetchRequest(RowRequest):
             self.promote(room, self.promotions.quota(now, room), now)
         return 0
 
-    def on_fill(self, index: int, row: int | None, position: int, now: float) -> None:
-        self.owner.filling -= 1
-        if row is not None:
-            if position:
+    def on_fills(self, fills: Sequence[tuple[int, int]], success: bool, position: int, now: float) -> None:
+        self.owner.filling -= len(fills)
+        indices = [index for index, _ in fills]
+        if position and not success:
+            self._on_load_failure(indices, position)
+        for index in indices:
+            if not success:
+                self.todo.append(index)
+                self.owner.again(self, self.keys[index])
+            elif position:
                 self.owner.on_arrival(self.keys[index], now)
-        else:
-            if position:
-                self._on_load_failure(index, position)
-            self.todo.append(index)
-            self.owner.again(self, self.keys[index])
 
     def _hold(self, ready: dict[int, int]) -> None:
         """They are in rows already."""
         self.owner.forget(self.keys[index] for index in ready)
 
-    def _wait(self, index: int) -> None:
-        self.owner.filling += 1
-        self.owner.forget((self.keys[index],))
+    def _wait(self, indices: Sequence[int]) -> None:
+        self.owner.filling += len(indices)
+        self.owner.forget(map(self.keys.__getitem__, indices))
 
     def _miss(self, index: int) -> None:
         self.owner.missing += 1
