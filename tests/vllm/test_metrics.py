@@ -83,9 +83,9 @@ def test_vllms_page_has_every_name_for_each_prometheus_and_from_the_start_on(mod
 @pytest.mark.timeout(3600)
 def test_a_block_that_a_request_loads_is_one_hit_of_the_tier_that_had_it(models, root, tmp_path, short_folder):
     rows = 24
-    prompt, *others = prompts(SEED, count=8, prefixes=8)
+    prompt, *others = prompts(SEED, count=16, prefixes=16)
     whole = len(prompt) // BLOCK
-    assert sum(len(other) // BLOCK for other in others) > 2 * rows
+    assert sum(len(other) // BLOCK for other in others) > 4 * rows, "a busy machine leaves some stores out"
     tiers = stack(root, rows) | {"runtime_dir": short_folder}
     with engine(models["llama"], tmp_path, tiers) as vllm:
 
