@@ -333,7 +333,8 @@ def process_stores(setting: Setting, counter: Counter, path: str) -> list[dict[s
     size, counts = setting.size, list[tuple[Count, Count]]()
     with stack_process(setting, path) as engine, engine.request(RequestId("running")):
         mine = threading.get_ident()
-        engines = {each.ident for each in threading.enumerate() if each.name.startswith("kvtier-worker")} | {mine}
+        names = ("kvtier-worker", "kvtier-copy")
+        engines = {each.ident for each in threading.enumerate() if each.name.startswith(names)} | {mine}
         for keys, content in zip(setting.rounds, setting.content, strict=True):
             setting.source.copy_(content)
             engine.step()
