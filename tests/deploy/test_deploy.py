@@ -144,7 +144,8 @@ def test_the_line_for_huge_pages_is_one_of_tmpfiles(tmp_path: Path) -> None:
     refused = subprocess.run([*command, wrong], capture_output=True, text=True, check=False)
     assert "Unknown command type" in refused.stderr
     (line,) = [line for line in right.read_text().splitlines() if not line.startswith("#")]
-    assert Path(line.split()[1]).exists()
+    if Path("/sys/kernel/mm").is_dir():  # not in the folder of another system
+        assert Path(line.split()[1]).exists()
 
 
 async def test_the_command_of_the_service_checks_a_root_in_use(tmp_path: Path) -> None:

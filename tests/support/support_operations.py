@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -39,6 +40,7 @@ class _FilesSuite(ConformanceBase):
 
 def random_operations(budget: Any, tally: Any) -> Any:
     """Hypothesis against a dict: `count` examples over both layouts, each of 100 operations (50 in the short run)."""
+    warnings.filterwarnings("ignore", "It looks like `register_random`")  # no referrer that is frozen is found
     with pytest.MonkeyPatch.context() as monkeypatch:
         _count_operations(monkeypatch, tally)
         rounds = -(-budget.count // EXAMPLES_AT_ONCE)
