@@ -149,9 +149,10 @@ class ControlState(JobTable[JobOwner]):
     def counters(self, position: int) -> TierCounters:
         return self.cpu_counters if position == CPU_TIER else self.lowers[position - 1].counters
 
-    def wait_for_fill(self, row: int, waiter: FillWaiter, index: int) -> None:
-        """Have `waiter.on_fills` called when the fill of this row ends."""
-        self.fills.setdefault(row, []).append((waiter, index))
+    def wait_for_fills(self, waiter: FillWaiter, fills: Iterable[tuple[int, int]]) -> None:
+        """Have `waiter.on_fills` called when the fills of these rows end: (its index, the row) of each."""
+        for index, row in fills:
+            self.fills.setdefault(row, []).append((waiter, index))
 
     def end_fill(self, rows: Sequence[int], success: bool, position: int, now: float) -> None:
         """Call all waiters of these rows, each once. Rows that succeeded are READY when this is called."""

@@ -50,8 +50,8 @@ class ConnectedStack:
         return client
 
     def _begin_call(self) -> None:
-        if self._in_call or self._closing or self._client is None or self._owner.pid != ProcessGuard.here:
-            self._opened()
+        self._opened()
+        if self._in_call:
             raise UsageError("a call of the stack was interrupted for this one")
         self._in_call = True
 

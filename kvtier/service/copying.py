@@ -17,7 +17,7 @@ from kvtier.service.quotas import PoolState
 from kvtier.service.wire import Breach, Item
 from kvtier.stack.watching.stats import EngineStats
 from kvtier.types.jobs import CANCELLED, STORED, BlockOutcome, DropReason, JobKind, dropped, failed
-from kvtier.types.keys import OffloadKey, count_groups
+from kvtier.types.keys import OffloadKey, group_runs
 
 RUNS_KEPT_MAX = 1 << 16
 """Runs of outcomes in reports of workers that are kept: until the rest comes, or the engine's own word of their job."""
@@ -317,7 +317,7 @@ class Copying:
             self._end_job(copy.job, [failed(error) if error else CANCELLED for error in copy.errors])
             return
         good = [key for key, error in zip(copy.load.keys, copy.errors, strict=True) if not error]
-        moved = sum([count * geometry.kv_bytes_per_offloaded_block(group) for group, count in count_groups(good)])
+        moved = sum([count * geometry.kv_bytes_per_offloaded_block(group) for group, count in group_runs(good)])
         outcomes = plane.end_leased_load(copy.load, copy.errors, moved)
         for position, count in copy.load.hits.items():
             name = plane.control.cpu.name if position == CPU_TIER else plane.control.lowers[position - 1].name

@@ -4,7 +4,6 @@ An `OffloadKey` is the content hash of a prefix up to a block's end, any length 
 KV cache group in four big-endian bytes. One flat `bytes` object keeps directories small and lookups one hash each.
 """
 
-from collections import Counter
 from collections.abc import Iterable
 from itertools import groupby
 from typing import NewType
@@ -42,12 +41,6 @@ def group_runs(keys: Iterable[OffloadKey]) -> list[tuple[GroupIndex, int]]:
     """(group, number of keys) of each run of keys of one group, in their order."""
     groups = groupby([key[-GROUP_BYTES:] for key in keys])
     return [(GroupIndex(int.from_bytes(group, "big")), len(list(run))) for group, run in groups]
-
-
-def count_groups(keys: Iterable[OffloadKey]) -> list[tuple[GroupIndex, int]]:
-    """(group, number of keys) of each group that has some."""
-    counts = Counter([key[-GROUP_BYTES:] for key in keys]).items()
-    return [(GroupIndex(int.from_bytes(group, "big")), count) for group, count in counts]
 
 
 def key_hash(key: OffloadKey) -> bytes:

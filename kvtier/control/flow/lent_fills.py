@@ -72,7 +72,7 @@ class LentFill(FillWaiter):
             if control.cpu.table.state[row] == READY:
                 self._complete(index, PRESENT)
             else:
-                control.wait_for_fill(row, self, index)
+                control.wait_for_fills(self, [(index, row)])
 
     def rows_to_seal(self, errors: Sequence[int]) -> list[tuple[GroupIndex, list[int]]]:
         """(group, rows) that hold whole blocks which are still wanted, by the errno of each copy, 0 for success."""

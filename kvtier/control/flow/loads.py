@@ -30,7 +30,7 @@ from kvtier.types.jobs import (
     TransferJob,
     failed,
 )
-from kvtier.types.keys import OffloadKey, count_groups
+from kvtier.types.keys import OffloadKey, group_runs
 
 
 class LoadRequest(EngineJob, RowRequest):
@@ -251,7 +251,7 @@ class LeasedLoad:
         self._resets = control.resets
         control.cpu.pin(rows)
         blocks = control.group_blocks[JobKind.LOAD]
-        for group, count in count_groups(keys):
+        for group, count in group_runs(keys):
             blocks[group] += count
         if not demotions.admits_all:
             demotions.on_use(rows[::-1], now)

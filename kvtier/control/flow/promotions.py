@@ -69,9 +69,7 @@ class Promotions:
     def source(self, key: OffloadKey, tried: int, now: float) -> LowerTier | None:
         """The highest lower tier that may be asked for this key and was not tried (`tried` is a mask of bits)."""
         for lower in self.control.lowers:
-            if tried & lower.bit or lower.index.presence(key, now) is False:
-                continue
-            if lower.may_load(now) and not (lower.roots.any_silent and lower.silent(key)):
+            if not tried & lower.bit and lower.holds_key(key, now) and lower.may_load(now):
                 return lower
         return None
 
@@ -98,11 +96,12 @@ class Promotions:
         rows = self.control.cpu.reserve(keys)
         if self.control.awaited.ages:
             self.control.awaited.on_change(keys[: len(rows)])
-        fills, by_tier = self.control.fills, dict[int, list[int]]()
-        for i, (row, request) in enumerate(zip(rows, requests, strict=False)):
+        started = requests[: len(rows)]
+        if waiter is not None:
+            self.control.wait_for_fills(waiter, zip([request.index for request in started], rows, strict=True))
+        by_tier: dict[int, list[int]] = {}
+        for i, request in enumerate(started):
             by_tier.setdefault(request.lower.position, []).append(i)
-            if waiter is not None:
-                fills.setdefault(row, []).append((waiter, request.index))
         for position, members in by_tier.items():
             lower = self.control.lowers[position - 1]
             size = min(JOB_BLOCKS, lower.spec.inflight_blocks)

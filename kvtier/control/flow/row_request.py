@@ -74,7 +74,7 @@ class RowRequest(FillWaiter):
         ready: dict[int, int] = {}
         requests: dict[OffloadKey, PromotionRequest] = {}
         skipped: list[int] = []
-        filling: list[int] = []
+        filling: dict[int, int] = {}
         while self.todo and not (self.walked and skipped):
             index = self.todo.popleft()
             key = self.keys[index]
@@ -93,10 +93,10 @@ class RowRequest(FillWaiter):
                 room -= not table.pins[row]
                 ready[index] = row
             else:
-                self.promotions.control.wait_for_fill(row, self, index)
-                filling.append(index)
+                filling[index] = row
         if filling:
-            self._wait(filling)
+            self.promotions.control.wait_for_fills(self, filling.items())
+            self._wait(list(filling))
         if ready:
             self._hold(ready)
         self.walked = True

@@ -96,7 +96,7 @@ class StoreRequest(EngineJob, FillWaiter):
             if row is not None and state[row] == READY:
                 self.complete(index, PRESENT)
             elif row is not None:
-                control.wait_for_fill(row, self, index)
+                control.wait_for_fills(self, [(index, row)])
             elif key in fresh:
                 again.append(index)
             elif len(fresh) < room:
@@ -106,8 +106,7 @@ class StoreRequest(EngineJob, FillWaiter):
                 break
         if fresh:
             self._copy(list(fresh.values())[::-1], list(fresh)[::-1])
-        for index in again:
-            control.wait_for_fill(directory[self.keys[index]], self, index)
+        control.wait_for_fills(self, [(index, directory[self.keys[index]]) for index in again])
         return not self.todo
 
     def _use_again(self, now: float) -> None:
