@@ -150,7 +150,7 @@ class Supervisor:
                 continue
             _log.error("the event loop of the stack process did not run for %g s", self._watchdog_seconds)
             for number in (signal.SIGABRT, signal.SIGKILL):
-                os.kill(self._process, number)
+                self._send(number)
                 await asyncio.wait((self._ended,), timeout=ABORT_SECONDS)
         return self._ended.result()
 

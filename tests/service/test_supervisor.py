@@ -24,6 +24,14 @@ from kvtier.tools.commands import serve
 logging.basicConfig()
 serve.supervise = lambda words: sys.exit(asyncio.run(Supervisor(words, 3.0).run()))
 """
+BUSY_AT_A_SIGNAL = """
+import signal, time
+def hang(*_):
+    while True:
+        time.sleep(0.5)
+signal.signal(signal.SIGUSR1, hang)
+"""
+"""Of each process that is started by another program: its event loop does not run any more."""
 
 
 def is_alive(pid: int) -> bool:
@@ -83,10 +91,14 @@ def test_a_hangup_starts_it_again_with_its_rows(short_folder: str, tmp_path: Pat
         assert found.process.returncode == 130  # as without a supervisor
 
 
-def test_a_process_that_hangs_is_ended_and_started_again(short_folder: str, tmp_path: Path) -> None:
-    with supervised(short_folder, tmp_path, SHORT_WATCHDOG) as found:
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGUSR1], ids=["frozen", "busy"])
+def test_a_process_that_hangs_is_ended_and_started_again(short_folder: str, tmp_path: Path, number: int) -> None:
+    """A frozen one takes SIGABRT no longer, and is killed."""
+    (tmp_path / "sitecustomize.py").write_text(BUSY_AT_A_SIGNAL)
+    before = f"import os; os.environ['PYTHONPATH'] = ':'.join(['{tmp_path}', *sys.path])"
+    with supervised(short_folder, tmp_path, f"import sys; {before}\n{SHORT_WATCHDOG}") as found:
         served = peer_pid(found.path)
-        os.kill(served, signal.SIGSTOP)
+        os.kill(served, number)
         until(lambda: not is_alive(served), "it is ended")
         found.wait_served_again()
         assert "did not run for 3 s" in found.end(signal.SIGTERM)
