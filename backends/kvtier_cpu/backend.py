@@ -223,7 +223,7 @@ class CPUBackend(LoadStore):
         return attach_region(spec, rows_fd, control_fd)
 
     def keep(self, rows_fd: int, control_fd: int) -> None:
-        """Have `open` take the region of a former process, if it is of these rows and blocks; else it closes these."""
+        """Have `open` take the region of a former process, if it is of these rows and blocks."""
         self._open_region = partial(open_kept, (rows_fd, control_fd))
 
     def use_geometry(self, geometry: Geometry) -> None:

@@ -43,7 +43,7 @@ class KeepsRows(Protocol):
     """A CPU tier whose rows may be those of a former process."""
 
     def keep(self, rows_fd: int, control_fd: int) -> None:
-        """Have `open` take these rows, if they are of its shape. The descriptors are the tier's from here on."""
+        """Have `open` take these rows, if they are of its shape. The caller keeps the descriptors."""
 
 
 class KeptMemory:
@@ -58,7 +58,6 @@ class KeptMemory:
         self.former: list[Worker] = []
         self._manager = manager
         self._stored: list[int] = []
-        self._given: tuple[int, ...] = ()
         self._found: FoundRows | None = None
         self._lent: list[int] = []
         self.held: list[int] = []
@@ -94,17 +93,16 @@ class KeptMemory:
         """Offer the rows of the former process to a CPU tier that is to be opened. Where that fails, the next one is
         offered them too."""
         if self._stored and isinstance(cpu, KeepsRows):
-            rows_fd, control_fd = self._given = tuple(map(os.dup, self._stored))
-            cpu.keep(rows_fd, control_fd)
+            cpu.keep(*self._stored)
 
     async def take(self, plane: ControlPlane, descriptors: tuple[int, int]) -> None:
         """The CPU tier is open, with these descriptors: no other row of it is free while they may hold blocks."""
         self.has_joined = False
         control, num_rows = plane.control, len(plane.control.cpu.table)
+        is_taken = bool(self._stored) and all(map(os.path.sameopenfile, self._stored, descriptors))
         while self._stored:
             os.close(self._stored.pop())
-        given, self._given = self._given, ()
-        if self.table is not None and (given != descriptors or self.table.num_rows != num_rows):
+        if self.table is not None and not (is_taken and self.table.num_rows == num_rows):
             self.table.close()
             self.table, self.former = None, []
         if self.table is None:
@@ -197,9 +195,12 @@ class KeptMemory:
     # -- resets --------------------------------------------------------------------------------------------------
 
     def on_reset(self, epoch: int) -> None:
-        """A later process finds nothing of what the rows held, unless the tiers below are in this epoch too."""
+        """A later process finds nothing of what the rows held, unless the tiers below are in this epoch too; nor before
+        the first engine has joined, while the table is still that of the process before."""
         if self.table is not None:
             self.table.epoch = epoch
+            if not self.has_joined:
+                self.table.void()
 
     def void(self) -> None:
         """A later process finds nothing in these rows: the weights of blocks in them are not those of their name."""

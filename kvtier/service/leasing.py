@@ -220,7 +220,7 @@ class Leasing:
                 if now < waiting.deadline and self._may_get_rows_back(waiting.request):
                     break
                 waiting.count = max(0, room)
-            name = RequestId(f"{self._number}:{waiting.number}")
+            name = RequestId(f"{self._number}\0{waiting.number}")  # no request that the control plane follows has it
             waiting.reservation = self._pool.plane.reserve(name, waiting.keys[: waiting.count], now, self._number)
             self.reserving += waiting.count
             del self._to_begin[waiting.number]

@@ -323,10 +323,10 @@ class Pool(TierStack):
 
     def _use_kept(self, kept: KeptMemory, space: KeySpace) -> None:
         """With the first engine that joins, begin to serve what rows of a former process hold."""
-        if kept.has_joined:
-            kept.add_space(space.prefix)
-            return
-        rows, keys = kept.join(self.plane, self._namespaces.first, self._namespaces.prefixes)
+        rows: Sequence[int] = ()
+        if not kept.has_joined:
+            rows, keys = kept.join(self.plane, self._namespaces.first, self._namespaces.prefixes)
+        kept.add_space(space.prefix)
         if rows:
             parts = parts_to_verify(rows, keys)
             self._verifying = self._loop.create_task(self._verify(parts), name="kvtier verify rows")

@@ -136,7 +136,7 @@ class RowTable:
         for digest in spaces:
             self.add_space(digest)
         self._header["epoch"] = epoch
-        self._header["live"] = 1
+        self._header["live"] = len(spaces) <= SPACES_MAX
 
     def add_space(self, digest: bytes) -> None:
         """Keys may be of one namespace more. Of too many, nothing is believed any more."""
@@ -168,7 +168,7 @@ class RowTable:
         arrays: Any = slots
         arrays.state, arrays.pins, arrays.generation = self.state, self.pins, self.generation
         slots.generations = self._generations.view(np.int64)
-        slots.on_named, slots.on_lent = self.record, self.leave_to_workers
+        slots.on_named, slots.on_io_end = self.record, self.leave_to_workers
 
     def record(self, rows: Sequence[int], keys: Sequence[OffloadKey]) -> None:
         """These rows, which are not READY, are to get blocks of these keys."""
@@ -183,7 +183,7 @@ class RowTable:
             names[start + 2 : start + 2 + length] = key
 
     def leave_to_workers(self, rows: Sequence[int]) -> None:
-        """No tier fills these rows: they are about to be lent, or hold what they did for a former process."""
+        """No tier fills these rows now: they are lent, filled, or hold what they did for a former process."""
         self._entries["by_io"][rows] = 0
 
     def find(self) -> FoundRows:

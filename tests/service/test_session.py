@@ -13,9 +13,10 @@ from support_sessions import PAGE, HandEngine, names, pool_world
 from kvtier.errors import UsageError
 from kvtier.service import session, wire
 from kvtier.service.wire import CHANGED, LATE, LEASED, MISSING, PENDING, UNCHANGED, Breach, Keys, Places
-from kvtier.testing.memory import MemoryStorage
+from kvtier.testing.memory import MemoryStorage, MemoryTier
 from kvtier.types.events import OffloadingEvent
 from kvtier.types.geometry import GroupLayout, KVLayout, TensorRef
+from kvtier.types.jobs import JobResult, TransferJob
 from kvtier.types.keys import Medium
 
 STORED = "stored"
@@ -473,7 +474,7 @@ async def test_leases_are_wished_back_when_a_reservation_lacks_rows():
 async def test_names_of_any_length_are_wished_back_in_messages_that_fit():
     async with pool_world(rows=512) as world:
         engine = await world.engine(rows=64)
-        requests = [wire.request_name("\U0001f600" * 1024 + f"{number}") for number in range(40)]
+        requests = [wire.bounded_text("\U0001f600" * 1024 + f"{number}") for number in range(40)]
         assert len({len(name) for name in requests}) == 1
         requests = ["\U0001f600" * 1000 + f"{number:04}" for number in range(40)]
         for number, request in enumerate(requests):
@@ -726,3 +727,28 @@ async def test_figures_are_sent_once_in_a_turn_however_often_they_are_asked_for(
         assert [part.last for part in parts].count(True) == 1
         engine.send(wire.AskFigures(7))
         assert {part.number for part in engine.take(wire.FiguresPart)} == {7}
+
+
+@pytest.mark.parametrize("other", ["x", "100"])
+async def test_the_end_of_a_request_ends_no_reservation_of_its_number(other, monkeypatch):
+    goes_on, load = asyncio.Event(), MemoryTier.load
+
+    async def slow(tier: MemoryTier, job: TransferJob) -> JobResult:
+        await goes_on.wait()
+        return await load(tier, job)
+
+    async with pool_world(rows=16, lower=32, storage=MemoryStorage()) as world:
+        engine = await world.engine(rows=4)
+        for first in range(0, 24, 2):
+            await engine.store(first, first + 1)
+        await world.turn()
+        monkeypatch.setattr(MemoryTier, "load", slow)
+        engine.send(wire.Begin(other, Keys.of(names(77))))
+        engine.send(wire.Reserve("r", 100, Keys.of(names(0, 1))))
+        engine.send(wire.End(other))
+        await world.turn()
+        assert not engine.take(wire.Found)
+        goes_on.set()
+        await world.turn()
+        await world.turn()
+        assert [item.states for item in engine.take(wire.Found)] == [bytes([LEASED] * 2)]

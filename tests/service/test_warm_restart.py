@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import signal
@@ -11,25 +12,33 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from secrets import token_hex
 
 import numpy as np
 import pytest
 import torch
 from support_manager import Manager
 from support_served import served
-from support_service import BLOCKS, NAMESPACE, PAGE, TestEngine, block_keys, stack_text, until
-from support_sessions import names, pool_world
+from support_service import BLOCKS, NAMESPACE, PAGE, SECONDS, TestEngine, block_keys, stack_text, until
+from support_sessions import HandEngine, names, pool_world
 from support_victims import freeze, freeze_while, several_victims, victims
 
+from kvtier.client.connection import Identity, Participant, connect
+from kvtier.client.inquiry import inquire
 from kvtier.config import open_stack
 from kvtier.control.tiers.slot_table import ABSENT, FILLING, FREE, LENT, QUARANTINED, READY, SlotTable
+from kvtier.errors import ConfigError
+from kvtier.service import wire
 from kvtier.service.kept_memory import NAMES, KeptMemory
 from kvtier.service.namespaces import with_first
 from kvtier.service.row_table import VERSION, RowTable, Worker
 from kvtier.service.service_manager import ServiceManager
-from kvtier.tier.contract import LookupResult
+from kvtier.service.wire import LEASED
+from kvtier.testing.memory import MemoryStorage, MemoryTier
+from kvtier.tier.contract import LookupResult, Opened, TierContext
+from kvtier.types.geometry import KVLayout
 from kvtier.types.keys import OffloadKey
-from kvtier.types.namespace import DIGEST_BYTES
+from kvtier.types.namespace import DIGEST_BYTES, Namespace
 
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
 ROWS = 1024
@@ -196,9 +205,9 @@ def test_rows_under_a_table_of_another_release_are_cold_with_one_line(tmp_path, 
 def test_an_opening_that_fails_leaves_the_rows_to_the_next_one():
     class ClosedTier:
         def keep(self, rows_fd: int, control_fd: int) -> None:
-            for fd in (rows_fd, control_fd):
-                os.close(fd)
+            offered.append(tuple(os.fstat(fd).st_ino for fd in (rows_fd, control_fd)))
 
+    offered = list[tuple[int, ...]]()
     manager, table = ServiceManager({}), RowTable.create(64)
     table.begin([b"d" * DIGEST_BYTES], 0)
     manager.stored = {name: os.dup(table.fd) for name in NAMES}
@@ -206,6 +215,7 @@ def test_an_opening_that_fails_leaves_the_rows_to_the_next_one():
     for _ in range(3):
         kept.give(ClosedTier())
     assert kept.table is not None
+    assert offered == [(os.fstat(table.fd).st_ino,) * 2] * 3
 
 
 def test_rows_of_another_count_are_cold(folder, tmp_path):
@@ -276,6 +286,97 @@ def test_keys_of_two_namespaces_are_found_whichever_joins_first():
     assert spaces == [second, first, third]
     assert renamed == [*(OffloadKey(first + key) for key in block_keys(3)), *block_keys(3), keys[-1]]
     assert with_first(first, spaces, renamed)[1] == keys
+
+
+async def test_a_row_of_a_disk_that_is_leased_in_a_reset_is_not_lost_with_the_process():
+    async with pool_world(rows=16, lower=32, storage=MemoryStorage()) as world:
+        table = RowTable.create(16)
+        table.take_over(world.table)
+        one, two = await world.engine(rows=4), await world.engine()
+        for first in range(0, 24, 2):
+            await one.store(first, first + 1)
+        await world.turn()
+        (found,) = await one.reserve("r", 0, 1)  # brought up from the disk
+        assert found.states == bytes([LEASED] * 2)
+        two.send(wire.Reset(1))
+        await world.turn()
+        assert list(world.table.state).count(QUARANTINED) == 2, "leased ones"
+        assert table.find().lost == set()
+        one.send(wire.Drop("r"))
+        await world.turn()
+        table.close()
+
+
+def test_a_reset_before_the_first_engine_has_joined_outlives_a_kill(folder, tmp_path):
+    with managed(folder, tmp_path) as manager:
+        path = f"{folder}/m.sock"
+        with TestEngine(path) as engine:
+            assert engine.store(range(8)) == ["stored"] * 8
+        manager.end(signal.SIGKILL)
+        manager.start()
+        sock, _, descriptors = connect(Identity(path, NAMESPACE, "", token_hex(8)), Participant("worker"))
+        assert inquire(path, "reset", SECONDS)["fault"] == ""
+        manager.end(signal.SIGKILL)
+        sock.close()
+        for fd in descriptors:
+            os.close(fd)
+        manager.start()
+        with TestEngine(path) as engine:
+            assert engine.load(range(8)) == ["missing"] * 8
+
+
+def test_engines_whose_blocks_fit_no_row_leave_no_descriptor(folder, tmp_path):
+    with managed(folder, tmp_path) as manager:
+        path = f"{folder}/m.sock"
+        with TestEngine(path) as engine:
+            assert engine.store(range(8)) == ["stored"] * 8
+        manager.end(signal.SIGKILL)
+        manager.start()
+        assert manager.process is not None
+        large = Identity(path, Namespace(KVLayout.of_pages(8 << 20), model="large"), "", token_hex(8))
+        counts = []
+        for _ in range(4):
+            with pytest.raises(ConfigError, match="hold no block"):
+                connect(large, Participant("worker"))
+            found = Path(f"/proc/{manager.process.pid}/fd").iterdir()
+            counts.append(sum("memfd:" in os.readlink(fd) for fd in found))
+        assert counts == counts[:1] * 4
+        with TestEngine(path) as engine:
+            assert engine.load(range(8)) == ["hit"] * 8
+
+
+async def test_the_first_engine_that_is_served_names_its_namespace_beside_that_of_a_lost_one(monkeypatch):
+    opens, said, opening = asyncio.Event(), list[object](), MemoryTier.open
+
+    async def slow(tier: MemoryTier, context: TierContext) -> Opened:
+        await opens.wait()
+        return await opening(tier, context)
+
+    class Kept:
+        has_joined = False
+
+        def join(self, plane: object, first: bytes, prefixes: set[bytes]) -> tuple[tuple[()], tuple[()]]:
+            self.has_joined = True
+            said.append(first)
+            return (), ()
+
+        def add_space(self, prefix: bytes) -> None:
+            said.append(prefix)
+
+    monkeypatch.setattr(MemoryTier, "open", slow)
+    async with pool_world(rows=16, lower=32) as world:
+        monkeypatch.setattr(world.pool, "_kept", Kept())
+        lost, served = HandEngine(world, "a", True, {}), HandEngine(world, "b", True, {})
+        for engine in (lost, served):
+            world.engines.append(engine)
+            engine.connect()
+        lost.lose()
+        opens.set()
+        await served.joined()
+        monkeypatch.setattr(world.pool, "_kept", None)
+        assert served.session.space is not None
+        assert said[1:] == [served.session.space.prefix]
+        assert said[0] not in (served.session.space.prefix, b"")
 
 
 # -- killed beside engines ---------------------------------------------------------------------------------------

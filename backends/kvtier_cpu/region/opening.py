@@ -72,17 +72,19 @@ def attach_region(spec: RegionSpec, rows_fd: int, control_fd: int) -> SharedRegi
 
 def open_kept(kept: tuple[int, int], spec: RegionSpec, host: RegionHost) -> SharedRegion:
     """The region that a former process has left behind its descriptors of rows and control area, with its bytes as they
-    are; a fresh one if that is not of these rows and blocks. Blocks. Raises as `open_region`."""
+    are; a fresh one if that is not of these rows and blocks. The caller keeps the descriptors. Blocks. Raises as
+    `open_region`."""
     try:
         region = attach_region(spec, *kept)
     except RegionError as error:
         _log.warning("rows of the process before are not used: %s", error)
-        for fd in kept:
-            os.close(fd)
         return open_region(spec, host)
-    region.memfds = kept
-    for fd in kept:
-        region.at_close.callback(os.close, fd)
+    with _closed_on_error(region):
+        rows_fd = os.dup(kept[0])
+        region.at_close.callback(os.close, rows_fd)
+        control_fd = os.dup(kept[1])
+        region.at_close.callback(os.close, control_fd)
+    region.memfds = rows_fd, control_fd
     region.populated = map_populated(region.maps[0])
     return region
 

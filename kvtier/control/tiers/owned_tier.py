@@ -247,6 +247,8 @@ class OwnedTier(TierIndex):
             pins[slot] = left
             free_now += not left
         self._changed(False).extend(map(names.__getitem__, slots))  # type: ignore[arg-type]  # a ready slot has one
+        if self.table.on_io_end is not None:
+            self.table.on_io_end(slots)
         self.table.evictable += free_now
         self.table.counts[FILLING] -= len(slots)
         self.table.counts[READY] += len(slots)

@@ -54,7 +54,7 @@ class SlotTable:
         self.evictable = 0
         self.next_generation = 1
         self.on_named: Callable[[Sequence[int], Sequence[OffloadKey]], None] | None = None
-        self.on_lent: Callable[[Sequence[int]], None] | None = None
+        self.on_io_end: Callable[[Sequence[int]], None] | None = None
 
     def __len__(self) -> int:
         return len(self.state)
@@ -89,8 +89,8 @@ class SlotTable:
 
     def lend(self, slots: Sequence[int]) -> None:
         """FREE -> LENT with a fresh generation and one pin."""
-        if self.on_lent is not None:
-            self.on_lent(slots)
+        if self.on_io_end is not None:
+            self.on_io_end(slots)
         self.move(slots, FREE, LENT)
         fresh = max(self.next_generation, self.now_ns())
         for number, slot in enumerate(slots):
