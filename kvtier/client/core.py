@@ -55,6 +55,8 @@ class EngineCore:
         self.noted = self.loaded_weights = False
         self.stats_pending = 0
         self.ended: list[RowCopy] = []
+        self.held_back = ""
+        """The reason why no lower tier may serve this engine; sent to each stack process that it joins."""
         self.events: list[OffloadingEvent] = []
         self.series: list[wire.MetricSeries] = []
         self.fault = ""
@@ -116,7 +118,7 @@ class EngineCore:
     ) -> ClientRequest:
         """A request; what it may find is asked for with the next send. One of this id that is there ends: the stack
         process knows them by their names alone."""
-        name = wire.request_name(request_id)
+        name = wire.bounded_text(request_id)
         if (before := self.requests.get(name)) is not None:
             before.end()
         request = self.requests[name] = ClientRequest(self, name, info)
@@ -126,7 +128,7 @@ class EngineCore:
     def free_id(self, request_id: str) -> str:
         """This id, or one like it while there is a request of this one."""
         free = request_id
-        while wire.request_name(free) in self.requests:
+        while wire.bounded_text(free) in self.requests:
             free = f"{request_id}#{self.next_number()}"
         return free
 
@@ -305,6 +307,12 @@ class EngineCore:
             self.joins = True
             self.say(wire.Join(manifest))
 
+    def hold_back(self, reason: str) -> None:
+        """The engine has other weights than its namespace: no lower tier serves it, now and after each reconnection."""
+        self.held_back = self.held_back or wire.bounded_text(reason[: wire.TEXT_CHARACTERS_MAX])
+        if self.joined:
+            self.say(wire.HoldBack(self.held_back))
+
     def ask_stats(self, rests: bool = False) -> None:
         """Ask for the figures that changed; they come into `series`. With `rests` all of this engine's jobs are in."""
         self.stats_pending += 1
@@ -431,6 +439,8 @@ class EngineCore:
     def _on_joined(self, item: wire.Joined) -> None:
         self.joined, self.fault, self.follows = not item.fault, item.fault, item.follows
         self.is_new = self.joined
+        if self.joined and self.held_back:
+            self.out.append(wire.HoldBack(self.held_back))
         if self.joined and self._reset_due:
             self._reset_due = False
             self._send_reset()
@@ -454,6 +464,9 @@ class EngineCore:
             request.updates.add(item.number)
         places = iter(item.places.pairs())
         for key, state in zip(keys, item.states, strict=True):
+            if state == UNKNOWN and not item.more:
+                request.states.pop(key, None)  # no tier was asked for it
+                continue
             request.states[key] = state
             if state == LEASED:
                 request.leased[key] = next(places)

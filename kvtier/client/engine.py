@@ -272,8 +272,11 @@ class SchedulerClient:
             self._note_sign()
         if core.is_behind:
             return  # what is to be sent is not encoded again and again
-        if core.out and channel.send(core.out):
-            core.out = []
+        try:
+            if core.out and channel.send(core.out):
+                core.out = []
+        except (wire.WireError, ValueError, OverflowError) as error:  # else each later step of the engine raised it
+            channel.give_up(f"an item fits no message: {error}")
 
     def _await(self, done: Callable[[], bool], timeout_seconds: float) -> bool:
         """Send, and take in answers alone until a condition holds. False once the time is over, or the connection."""

@@ -8,8 +8,10 @@ from dataclasses import fields
 from typing import Protocol
 
 from kvtier.service import wire
-from kvtier.service.wire import Keys, split
+from kvtier.service.wire import TEXT_CHARACTERS_MAX, Keys, bounded_text, split
 from kvtier.tier.contract import LookupResult
+from kvtier.types.checks import WHOLE_MAX
+from kvtier.types.hints import KVHint
 from kvtier.types.keys import OffloadKey
 from kvtier.types.requests import RequestInfo
 
@@ -85,7 +87,7 @@ class ClientRequest:
                 self._core.say(wire.Extend(self.id, Keys.of(part)))
             else:
                 more = first + len(part) < len(keys)
-                self._core.say(wire.Begin(self.id, Keys.of(part), {} if first else _fields(self._info), more))
+                self._core.say(wire.Begin(self.id, Keys.of(part), {} if more else _fields(self._info), more))
         self._begun = self._begun or bool(keys)
 
     def reserve(self, keys: Sequence[OffloadKey]) -> None:
@@ -123,7 +125,18 @@ class ClientRequest:
 
 
 def _fields(info: RequestInfo | None) -> dict[str, str | int | float | None]:
-    """The fields of a request's facts that are set."""
+    """The fields of a request's facts that are set, as an item holds them: a client may send texts of any length."""
     if info is None:
         return {}
-    return {each.name: value for each in fields(info) if (value := getattr(info, each.name)) != each.default}
+    known = {each.name: value for each in fields(info) if (value := getattr(info, each.name)) != each.default}
+    texts = [name for name, value in known.items() if isinstance(value, str)]
+    known |= {name: bounded_text(known[name], TEXT_CHARACTERS_MAX // len(texts)) for name in texts}
+    if info.priority:
+        known["priority"] = max(-WHOLE_MAX, min(info.priority, WHOLE_MAX - 1))
+    return known
+
+
+def hint_item(hint: KVHint, keys: Sequence[OffloadKey], number: int = 0) -> wire.Hint:
+    """The item of a hint for some of its keys."""
+    seconds: float = getattr(hint, "seconds", 0.0)
+    return wire.Hint(type(hint).__name__.lower(), Keys.of(keys), bounded_text(hint.session), seconds, number)

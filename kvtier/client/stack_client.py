@@ -17,7 +17,7 @@ from kvtier.aio.eventfd import EventFD
 from kvtier.client.connection import Connected, Identity
 from kvtier.client.engine import LOOKUP_WAIT_SECONDS, SchedulerClient
 from kvtier.client.reconnection import Reconnection
-from kvtier.client.request import ClientRequest
+from kvtier.client.request import ClientRequest, hint_item
 from kvtier.client.transfers import Transfers
 from kvtier.client.worker import WorkerClient
 from kvtier.errors import ResourceError
@@ -135,6 +135,14 @@ class StackClient(SchedulerClient):
         self._copy_ended.clear()  # here alone: a step takes in what came, whatever was signalled
         return found or due <= timeout_seconds
 
+    def _wait_for_more(self, until: float) -> bool:
+        """Wait until something more comes than `step` has to return; False once it is that time."""
+        left = until - time.monotonic()
+        if left > 0 and not (self._later or self._copied):
+            self._poll_within(self._idle, min(left, max(0.0, self.transfers.next_deadline - time.monotonic())))
+            self._copy_ended.clear()
+        return left > 0
+
     def wake(self) -> None:
         """From any thread: have `wait` return."""
         self._copy_ended.signal()
@@ -191,7 +199,7 @@ class StackClient(SchedulerClient):
         """Pass a hint on. Waits for what becomes of it; STOPPED if no answer comes."""
         keys: Sequence[OffloadKey] = getattr(hint, "keys", ())
         parts = [part for _, part in wire.split(keys)] or [()]
-        answers = self._ask([partial(_hint, hint, part) for part in parts])
+        answers = self._ask([partial(hint_item, hint, part) for part in parts])
         if len(answers) < len(parts):
             return HintResult(0, {HintRefusal.STOPPED: len(keys)} if keys else {})
         refused: dict[HintRefusal, int] = {}
@@ -233,7 +241,7 @@ class StackClient(SchedulerClient):
         until = time.monotonic() + timeout_seconds
         while core.resetting or core.resets_later:
             self._send()
-            if not self.wait(until - time.monotonic()) and time.monotonic() >= until:
+            if not self._wait_for_more(until):
                 raise ResourceError(f"the reset was not made durable within {timeout_seconds} s")
             self._receive()
         fault, core.fault = core.fault, ""
@@ -245,9 +253,10 @@ class StackClient(SchedulerClient):
         self._reconnection.stop()
         self.transfers.stop_all(DropReason.CLOSING)
         until = time.monotonic() + COPIES_SECONDS
-        while self.transfers.copies and time.monotonic() < until:
+        while self.transfers.copies:
             self._send()
-            self.wait(until - time.monotonic())
+            if not self._wait_for_more(until):
+                break
             self._receive()
         unfinished = self.transfers.copies
         left = self.say_goodbye(timeout_seconds)
@@ -274,8 +283,3 @@ class StackClient(SchedulerClient):
 
 def _locate(keys: Sequence[OffloadKey], number: int) -> wire.Item:
     return wire.Locate(number, wire.Keys.of(keys))
-
-
-def _hint(hint: KVHint, keys: Sequence[OffloadKey], number: int) -> wire.Item:
-    seconds: float = getattr(hint, "seconds", 0.0)
-    return wire.Hint(type(hint).__name__.lower(), wire.Keys.of(keys), hint.session, seconds, number)

@@ -203,11 +203,14 @@ class WorkerConnection:
         """
         try:
             self._link = await self._first_link()
-        except BaseException as error:
-            if required or not isinstance(error, ConfigError | ResourceError):
+        except (ConfigError, ResourceError) as error:
+            if required:
                 self._threads.shutdown()
                 raise
             _log.error("a worker is without a stack process: %s", error)
+        except BaseException:
+            self._threads.shutdown()
+            raise
         self._following = asyncio.create_task(self._follow())
 
     async def _first_link(self) -> WorkerLink:
@@ -242,6 +245,10 @@ class WorkerConnection:
         link.idle.clear()
         try:
             result = await carry_out(job)
+        except Exception as error:  # a tier may be anyone's; rows and the job wait for a report
+            if not isinstance(error, OSError):
+                _log.exception("the tier that copies between GPU blocks and rows raised")
+            result = JobResult.uniform(job, failed(getattr(error, "errno", None) or EIO))
         finally:
             link.copies -= 1
             if not link.copies:
@@ -402,10 +409,7 @@ class WorkerClient:
             self.report(job.job_id, list(chain.from_iterable(result.outcomes)))
 
     async def _carry_out(self, job: TransferJob) -> JobResult:
-        try:
-            return await (self._gpu.load(job) if job.kind is JobKind.STORE else self._gpu.store(job))
-        except OSError as error:
-            return JobResult.uniform(job, failed(error.errno or EIO))
+        return await (self._gpu.load(job) if job.kind is JobKind.STORE else self._gpu.store(job))
 
     def close(self) -> None:
         """Let copies in flight end, and disconnect. Idempotent."""

@@ -236,7 +236,7 @@ class ProcessCalls:
         stack with others is served nothing any more.
         """
         check_text("the reason", reason)
-        self._stack._opened().core.say(wire.HoldBack(reason[: wire.TEXT_CHARACTERS_MAX]))
+        self._stack._opened().core.hold_back(reason)
 
     @call_of_stack
     def announce(self, keys: Sequence[OffloadKey]) -> None:

@@ -101,11 +101,11 @@ class Places(msgspec.Struct, array_like=True, frozen=True):
             raise WireError("rows and generations differ in number")
 
 
-def request_name(request_id: str) -> str:
-    """A request's id, or a digest of one that is too long to be its name."""
-    if len(request_id) <= TEXT_CHARACTERS_MAX:
-        return request_id
-    return f"sha256:{sha256(request_id.encode(errors='surrogatepass')).hexdigest()}"
+def bounded_text(text: str, characters_max: int = TEXT_CHARACTERS_MAX) -> str:
+    """This text, or a digest in the place of one that is too long for an item, or that UTF-8 has no bytes for."""
+    if len(text) <= characters_max and (text.isascii() or text == text.encode(errors="ignore").decode()):
+        return text
+    return f"sha256:{sha256(text.encode(errors='surrogatepass')).hexdigest()}"
 
 
 class Item(msgspec.Struct, array_like=True, frozen=True):

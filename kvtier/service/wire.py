@@ -45,7 +45,7 @@ from kvtier.service.packing import Item as Item
 from kvtier.service.packing import Keys as Keys
 from kvtier.service.packing import Places as Places
 from kvtier.service.packing import WireError as WireError
-from kvtier.service.packing import request_name as request_name
+from kvtier.service.packing import bounded_text as bounded_text
 from kvtier.service.packing import split as split
 
 PROTOCOLS = (1,)
@@ -128,7 +128,8 @@ class Want(Item, tag=7, frozen=True):
 class Begin(Item, tag=8, frozen=True):
     """A request begins with these keys: `request` of a stack. `info`: fields of a `RequestInfo` that are set.
 
-    With `more` its keys go on in the next `Begin` of this request, which begins it unless that has `more` too.
+    With `more` its keys go on in the next `Begin` of this request, which begins it unless that has `more` too. The
+    `info` of the last one counts.
     """
 
     request: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import resource
 import signal
@@ -14,16 +15,21 @@ from pathlib import Path
 import pytest
 import torch
 from support_counts import fully
+from support_served import served as served_here
 from support_service import BLOCKS, NAMESPACE, TestEngine, block_keys, content, stack_process, stack_text, until
 
 from kvtier.client import connection, engine, worker
 from kvtier.engines.process_stack import ProcessStack, connect_engine_stack
+from kvtier.errors import ResourceError
 from kvtier.service import wire
 from kvtier.service.channel import is_listening
+from kvtier.service.pool import Pool
 from kvtier.tier.contract import LookupResult
 from kvtier.types.gpu_runs import GPURuns
+from kvtier.types.hints import HintRefusal, Retain
 from kvtier.types.jobs import GPUGroup, JobKind, TransferJob
 from kvtier.types.keys import GroupIndex, RequestId
+from kvtier.types.requests import RequestInfo
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
 SLOW_OPENING = """
@@ -282,3 +288,82 @@ def test_requests_of_one_id_end_one_by_one(served: tuple[str, int]) -> None:
         assert statuses(stack, load) == ["loaded"] * 4
         assert torch.equal(cache[:4], content(range(4, 8)))
         two.end()
+
+
+LONG, NO_UTF8 = "t" * 70_000, "\ud800"
+
+
+@pytest.mark.parametrize(
+    "text", ["t" * 600, LONG, NO_UTF8, "\U0001f600" * 1024], ids=["600", "70000", "surrogate", "wide"]
+)
+def test_a_text_of_a_client_ends_no_connection(folder: str, tmp_path: Path, text: str) -> None:
+    """Session and tenant come from HTTP requests, whose texts have no bound."""
+    (tmp_path / "stack.yaml").write_text(stack_text(64, curves="true"))
+    with (
+        stack_process(tmp_path / "stack.yaml", f"{folder}/s"),
+        connect_engine_stack(f"{folder}/s", NAMESPACE, [content(range(BLOCKS))]) as stack,
+    ):
+        until(lambda: stack.step() is not None and stack.engine.follows_requests, "it has joined")
+        assert stack._client is not None
+        life = stack._client.life
+        request = stack.request(RequestId(text), block_keys(1), info=RequestInfo(text, text, 1 - (1 << 53)))
+        assert not stack.hint(Retain(block_keys(1), 10.0, text)).refused.get(HintRefusal.STOPPED)
+        stack._client.core.request("of an adapter", info=RequestInfo(priority=1 << 70)).extend(block_keys(1))
+        stack.lookup(block_keys(4))
+        request.end()
+        assert stack.locate(block_keys(4)) == [None] * 4
+        assert stack._client.life == life
+
+
+def test_an_item_that_no_message_holds_ends_the_connection_and_no_step(served: tuple[str, int]) -> None:
+    with connect_engine_stack(served[0], NAMESPACE, [content(range(BLOCKS))]) as stack:
+        assert stack._client is not None
+        for text in (LONG, NO_UTF8):
+            life = stack._client.life
+            stack._client.core.say(wire.HoldBack(text))
+            until(lambda life=life: stack.step() is not None and stack._client.life != life, "another one")  # type: ignore[misc]
+            until(lambda: stack.step() is not None and stack._client.core.serves, "it is served again")
+
+
+@pytest.mark.parametrize("blocks", [([0, 1], [0, 0]), ([0, 0], [1, 2]), ([0], [1000])], ids=["block", "key", "outside"])
+def test_a_load_that_the_tier_refuses_ends(
+    served: tuple[str, int], blocks: tuple[list[int], list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = [block_keys(2)[at] for at in blocks[0]]
+    with connect_engine_stack(served[0], NAMESPACE, [content(range(BLOCKS))]) as stack:
+        store = stack.job(JobKind.STORE, group(0, 2))
+        stack.submit(store)
+        assert statuses(stack, store) == ["stored"] * 2
+        load = stack.job(JobKind.LOAD, [GPUGroup(GroupIndex(0), tuple(keys), GPURuns.whole(blocks[1]))])
+        stack.submit(load)
+        assert statuses(stack, load) == ["failed"] * len(keys)
+        assert "copies between GPU blocks and rows raised" in caplog.text
+        assert stack.close().unfinished_jobs == 0
+
+
+@pytest.mark.parametrize("has_job", [False, True], ids=["idle", "with_a_job"])
+def test_a_reset_ends_at_its_timeout(tmp_path: Path, has_job: bool) -> None:
+    goes_on = threading.Event()
+
+    def take_long(pool: Pool) -> None:
+        begin = pool._begin_reset
+
+        async def later(durable: asyncio.Future[None]) -> None:
+            await durable
+            await asyncio.to_thread(goes_on.wait, 60.0)
+
+        pool._begin_reset = lambda: asyncio.ensure_future(later(begin()))  # type: ignore[method-assign]
+
+    with (
+        served_here(tmp_path) as service,
+        connect_engine_stack(service.path, NAMESPACE, [content(range(BLOCKS))]) as stack,
+    ):
+        service.run(lambda: take_long(service.server.pool))
+        if has_job:
+            stack.submit(stack.job(JobKind.STORE, group(0, 2)))
+        try:
+            with pytest.raises(ResourceError, match="not made durable within"):
+                stack.reset(0.5)
+        finally:
+            goes_on.set()
+        until(lambda: stack.step() is not None and stack._client.core.serves, "the reset is durable")  # type: ignore[union-attr]

@@ -16,6 +16,7 @@ from kvtier.tier.contract import LookupResult
 from kvtier.types.gpu_runs import GPURuns
 from kvtier.types.jobs import STORED, BlockStatus, GPUGroup, JobKind, TransferJob
 from kvtier.types.keys import GroupIndex, JobId
+from kvtier.types.requests import RequestInfo
 
 KEYS = block_keys(3)
 MANIFEST = NAMESPACE.manifest().encode()
@@ -329,3 +330,42 @@ def test_a_store_of_an_own_worker_ends_with_its_copy() -> None:
     core.on_copied_alone(part.job_id, [STORED] * 3)
     (result,) = take_results(core)
     assert [outcome.status for outcome in result.outcomes[0]] == [BlockStatus.DROPPED] * 3
+
+
+def test_an_engine_of_other_weights_is_held_back_by_each_process_that_it_joins() -> None:
+    core = served()
+    core.hold_back("the weights were replaced")
+    core.hold_back("a later reason")
+    assert taken(core, wire.HoldBack) == [wire.HoldBack("the weights were replaced")] * 2
+    core.lose()
+    core.hold_back("without a connection")
+    connect_again(core)
+    core.reset()
+    assert not taken(core, wire.HoldBack)
+    core.take_in([wire.Joined()])
+    assert [type(item) for item in core.out] == [wire.HoldBack, wire.Reset]
+
+
+def test_what_no_tier_was_asked_for_is_asked_for_later() -> None:
+    core = served()
+    looks = core.request("looks")
+    core.look(looks, KEYS, asks=False)
+    (look,) = taken(core, wire.Look)
+    assert isinstance(look, wire.Look)
+    core.take_in([wire.Found(look.number, bytes([wire.UNKNOWN, wire.MISSING, wire.IN_ROW]), Places.of([], []))])
+    assert core.lookup(looks, KEYS) == [LookupResult.RETRY, LookupResult.MISS, LookupResult.HIT]
+    assert list(looks.states) == list(KEYS[1:])
+    core.ask(looks, KEYS)
+    assert [ask.keys for ask in taken(core, wire.Ask)] == [Keys.of(KEYS[:1])]  # type: ignore[attr-defined]
+
+
+def test_facts_of_a_request_come_with_the_last_of_its_keys() -> None:
+    core = served()
+    info = RequestInfo("s" * 600, "t" * 400, priority=1 << 70)
+    core.request("r", info=info).extend(block_keys(wire.ITEM_KEYS_MAX + 1))
+    first, last = taken(core, wire.Begin)
+    assert isinstance(first, wire.Begin)
+    assert isinstance(last, wire.Begin)
+    assert (first.more, first.info, last.more) == (True, {}, False)
+    assert (last.info["tenant"], last.info["priority"]) == ("t" * 400, (1 << 53) - 1)
+    assert str(last.info["session"]).startswith("sha256:")

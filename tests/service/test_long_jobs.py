@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from support_engine_client import take_results
+from support_service import NAMESPACE, block_keys
 from support_sessions import HandEngine, names, pool_world
 
 from kvtier.client.core import EngineCore
+from kvtier.client.transfers import Transfers
 from kvtier.service import wire
+from kvtier.service.wire import Places
+from kvtier.types.geometry import Geometry
 from kvtier.types.gpu_runs import GPURuns
 from kvtier.types.jobs import GPUGroup, JobKind, TransferJob
 from kvtier.types.keys import GroupIndex, JobId, OffloadKey
@@ -63,3 +67,19 @@ async def test_a_job_of_many_blocks_is_stored_found_and_loaded_whole():
         (result,) = take_results(core)
         assert all(outcome.ok for outcome in result.outcomes[0])
         assert engine.session.leasing.leased == 0
+
+
+def test_a_load_that_was_late_waits_for_rows_and_not_for_a_time_that_is_past() -> None:
+    core = EngineCore(own_worker=True)
+    core.joins, core.manifest = True, b"m"
+    core.take_in([wire.Notes(0, ["note"]), wire.Joined()])
+    transfers = Transfers(core, lambda copy: None, Geometry(NAMESPACE.layout, 4096), 16)
+    for number, count in ((1, 4), (2, 400)):  # windows of four rows, eight in all
+        keys = block_keys(count, 1000 * number)
+        blocks = GPUGroup(GroupIndex(0), keys, GPURuns.whole(range(count)))
+        transfers.submit(TransferJob(JobId(number), JobKind.LOAD, (blocks,), deadline=1000.0), None, 0.0)
+    first = next(item for item in core.out if isinstance(item, wire.Reserve))
+    core.take_in([wire.Found(first.number, bytes([wire.LATE] * 4), Places.of([], []))])
+    for now in (1.0, 1.1, 2.0):
+        transfers.advance(now)
+    assert transfers.next_deadline == 1000.0

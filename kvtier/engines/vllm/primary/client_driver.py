@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import Offl
 from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.client.connection import OPEN_SECONDS, Identity
 from kvtier.client.engine import SchedulerClient
-from kvtier.client.request import ClientRequest
+from kvtier.client.request import ClientRequest, hint_item
 from kvtier.engines.digests import Confirmation
 from kvtier.engines.vllm.compat import LOGGER
 from kvtier.engines.vllm.identity import measure, refine
@@ -74,7 +74,6 @@ class ClientDriver:
         self.measures_prefill = plan.stack.prefill_tokens_per_second == "measured"
         self._core = self.client.core
         self._naming = Naming(plan.namespace)
-        self._held_back = ""
         self._is_refuted = False
         self._question = 0
         self._is_unsure_of_weights = False
@@ -188,7 +187,7 @@ class ClientDriver:
 
     def end_load(self, request_id: str) -> None:
         """Every worker has copied. The stack process has that from them; without one it counts here."""
-        job = self._loads.pop(wire.request_name(request_id), None)
+        job = self._loads.pop(wire.bounded_text(request_id), None)
         if job is not None:
             self._core.on_load_end(job)
 
@@ -224,16 +223,16 @@ class ClientDriver:
             verdict = Verdict(core.verdicts.pop(self._question))
             self._question = 0
             if verdict is not Verdict.UNCHANGED:
-                self._hold_back(REPLACED[verdict])
+                core.hold_back(REPLACED[verdict])
         if core.loaded_weights:
             core.loaded_weights = self._is_unsure_of_weights = False
             core.reset()
             self._question = 0
-            self._hold_back(REPLACED[Verdict.CHANGED])
+            core.hold_back(REPLACED[Verdict.CHANGED])
             return True
         if reason := self._refutation():
             core.reset()
-            self._hold_back(reason)
+            core.hold_back(reason)
             self._is_refuted = True
             return True
         if self._is_refuted and core.serves and not core.fault:
@@ -243,7 +242,7 @@ class ClientDriver:
 
     def _refutation(self) -> str:
         """The reason to distrust what was stored where samples of the weights were wrong; empty once that was done."""
-        return "" if self._held_back else self._naming.refutation()
+        return "" if self._core.held_back else self._naming.refutation()
 
     def _take_in_events(self) -> None:
         """Take in events; once the connection has ended, nothing that they named is reachable any more."""
@@ -259,8 +258,6 @@ class ClientDriver:
     def _on_joined(self) -> None:
         """The stack process serves this engine from now on, and was not sent what one before was."""
         self._core.is_new = False
-        if self._held_back:
-            self._core.say(wire.HoldBack(self._held_back))
         if self._is_unsure_of_weights:
             self._is_unsure_of_weights = False
             self._question = self._core.ask_weights()
@@ -333,19 +330,13 @@ class ClientDriver:
             self._core.on_load_end(job)
         self._forgotten.clear()
 
-    def _hold_back(self, reason: str) -> None:
-        self._held_back = self._held_back or reason
-        if self._core.joined:
-            self._core.say(wire.HoldBack(self._held_back))
-
     # -- the rest ------------------------------------------------------------------------------------------------
 
     def hint(self, hint: KVHint) -> None:
         """Pass on what an application says of blocks."""
         keys: Sequence[OffloadKey] = getattr(hint, "keys", ())
-        seconds: float = getattr(hint, "seconds", 0.0)
         for _, part in wire.split(keys) if keys else [(0, ())]:
-            self._core.say(wire.Hint(type(hint).__name__.lower(), wire.Keys.of(part), hint.session, seconds))
+            self._core.say(hint_item(hint, part))
 
     def prompt_computed(self, tokens: int, begun: float, ended: float) -> None:
         """The engine has computed so many tokens of a prompt between two times of `time.monotonic`."""
