@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections import Counter
 from collections.abc import Sequence
 from random import Random
@@ -193,8 +192,6 @@ class ServiceCPU(LoadStore):
         """Use the rows of the process before."""
         assert self._kept is not None
         self._kept.descriptors = rows_fd, control_fd
-        for fd in self._kept.descriptors:
-            os.close(fd)
         self._rows = self._kept
 
     async def open(self, context: TierContext) -> Opened:
