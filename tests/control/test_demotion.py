@@ -10,6 +10,7 @@ from support_control import World, below, cpu_setup, fs_setup, key, key_number, 
 
 from kvtier.control.tiers.lower_tier import TierSpec
 from kvtier.control.tiers.slot_table import FREE, QUARANTINED, READY
+from kvtier.types.hints import Demote
 from kvtier.types.jobs import CORRUPT, STORED, DropReason, JobKind, dropped, failed
 from kvtier.types.keys import Medium, RequestId
 
@@ -101,6 +102,21 @@ def test_a_load_takes_rows_that_wait_to_be_written_below_at_once():
     assert world.under_way(1, LOAD)
     world.run_all()
     assert world.statuses(job) == ["loaded"]
+
+
+def test_a_row_that_was_given_up_while_it_waits_and_is_written_back_after_all_is_sent_once():
+    world = World(cpu_setup(16), [fs_setup(32, inflight_blocks=4)])
+    plane, lower = world.plane, world.plane.control.lowers[0]
+    world.store(*range(5))
+    world.run_tier(0)
+    assert [world.numbers(job) for job in world.under_way(1, STORE)] == [[4, 3, 2]], "0 and 1 wait"
+    plane.demotions.drop_dirty(2, patient=False)
+    assert not owes(world, 0)
+    plane.hint(Demote([key(0)]), world.now)
+    world.run_all()
+    held = [key_number(name) for name in lower.owned.table.keys if name is not None]
+    assert sorted(held) == [0, 2, 3, 4], "no key has two slots"
+    world.check()
 
 
 # -- on_evict ----------------------------------------------------------------------------------------------------------

@@ -304,8 +304,7 @@ class Demotions:
                 if len(needed) < len(due):
                     taken = set(needed)
                     self.dirty.clean([row for row in due if row not in taken], lower.bit)
-            if lower.on_evict:  # a row that was to be sent early may have been named twice
-                rows = list(dict.fromkeys(rows))
+            rows = list(dict.fromkeys(rows))  # one that was cleaned and is dirty again is still queued from before
             if rows and not self._send(lower, rows[:: lower.queue_step], now) and not lower.disk_full:
                 break  # the others wait for free slots, but not on a full disk: it may have none for long
         if not queue:
