@@ -98,6 +98,37 @@ def test_when_every_root_is_late_the_tier_is():
     assert lower.store_breaker.state is BreakerState.OPEN
 
 
+@pytest.mark.parametrize("kind", [STORE, LOAD])
+def test_after_a_probe_that_is_late_in_one_root_another_root_is_tried(kind):
+    world = two_roots()
+    world.store(*range(8))
+    world.run_all()
+    for first in range(1000, 1032, 4):  # other keys take the rows
+        world.store(*range(first, first + 4))
+        world.run_all()
+    lower = world.plane.control.lowers[0]
+    breaker = lower.store_breaker if kind is STORE else lower.load_breaker
+    for _ in range(breaker.threshold):
+        breaker.on_failure(world.now)
+    probed = []
+    for wanted in ([n for n in range(8) if lower.roots.of(lower.owned.directory[key(n)]) == 0], range(8)):
+        world.pass_time(breaker.pause_seconds)
+        if kind is STORE:
+            world.store(2000 + len(probed))
+            world.run_tier(0)
+        else:
+            world.load(*wanted)
+        (probe,) = world.under_way(1, kind)
+        probed.append(root_of(world, probe))
+        if len(probed) == 1:
+            world.make_late(probe)
+            assert breaker.state is BreakerState.OPEN
+    world.finish(probe)
+    assert set(probed) == {0, 1}
+    assert breaker.state is BreakerState.CLOSED
+    world.check()
+
+
 def test_random_hangs_never_break_the_sums(seed):
     rng = random.Random(seed)
     for _ in range(20):

@@ -176,13 +176,14 @@ class LowerTransfer(JobOwner):
     def on_late(self, now: float) -> None:
         """The job is late: a store's slots are quarantined until `on_end`.
 
-        That counts against the tier unless another of its roots is not silent.
+        That counts against the tier unless another of its roots is not silent. A probe counts in any case, or no other
+        would follow it.
         """
         lower, count = self.lower, len(self.keys)
         lower.counters.late += count
         lower.rows_late += count
         lower.roots.begin_late(self.root, count)
-        if lower.roots.speaks:
+        if lower.roots.speaks and self._breaker.state is not BreakerState.HALF_OPEN:
             self._breaker.after_failure()
         else:
             self._breaker.on_failure(now)
