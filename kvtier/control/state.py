@@ -134,7 +134,7 @@ class ControlState(JobTable[JobOwner]):
     def join(self, lowers: list[LowerTier], epoch: int) -> None:
         """The lower tiers are open: these take the places of those that were held back."""
         for held_back, lower in zip(self.lowers, lowers, strict=True):
-            lower.counters = held_back.counters
+            lower.take_over(held_back)
         self.lowers, self.epoch, self.joining = lowers, epoch, False
         self.choose_indexes()
 

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -276,10 +277,14 @@ async def _assemble(
     completed = complete_settings(parts, watermark_rows(cpu.options, rows.num_rows))
     plane = ControlPlane(spec(cpu, cpu_opened, geometry.layout), specs, geometry.factor, completed, chains(geometry))
     models = plane.control.models
-    joining = None if parts.joins is None else Joining(below, parts.joins, rows.num_rows, models, deliver)
     files = model_files(parts, lowers, models, plane.control.lowers)
     if files is not None:
+        below = replace(below, on_open=partial(files.restore_budgets, RESTORE_SECONDS))
+    joining = None if parts.joins is None else Joining(below, parts.joins, rows.num_rows, models, deliver)
+    if files is not None:
         await files.restore(RESTORE_SECONDS)
+        if joining is None:
+            await files.restore_budgets(RESTORE_SECONDS)
     dispatcher = Dispatcher([*queues.values()], bytes_by_rows(geometry.row_bytes), clock, deliver, _spans(parts, clock))
     return OpenStack(geometry, plane, dispatcher, to_close, to_fence(copiers), joining, _recorder(parts), files)
 
@@ -409,7 +414,8 @@ def model_files(
     if any(lower.budgeted is not None for lower in limited):
         from kvtier.stack.learned.budget_records import budget_records
 
-        budgets = budget_records(limited)
+        own_blocks = [not isinstance(lower.options, SharedTierOptions) for lower in lowers]  # others keep a record too
+        budgets = budget_records(list(compress(limited, own_blocks)))
     return ModelFiles(Path(own or folders[0]), models, bool(own), budgets, parts.settings.close_timeout_seconds)
 
 

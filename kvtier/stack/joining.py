@@ -54,10 +54,11 @@ async def _all_or_leave(resets: Awaitable[object], tiers: Sequence[LoadStore]) -
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LowerTiers:
-    """The lower tiers of a stack, and how one of them is opened in a namespace."""
+    """The lower tiers of a stack, and how one of them is opened in a namespace. `on_open` is called once all are."""
 
     tiers: Sequence[LoadStore]
     open_one: Callable[[LoadStore, Namespace, int | None], Awaitable[TierSpec]]
+    on_open: Callable[[], Awaitable[None]] | None = None
 
     @property
     def names(self) -> str:
@@ -84,9 +85,12 @@ class LowerTiers:
         for lower in self.tiers:
             if lower not in found:
                 found[lower] = await self.open_one(lower, namespace, new_epoch)
-        specs = [found[tier] for tier in self.tiers]
+        specs: Sequence[TierSpec] = [found[tier] for tier in self.tiers]
         highest = max((spec.opened.epoch for tier, spec in found.items() if tier not in shared), default=0)
-        return await self._state_one(specs, highest if new_epoch is None else choose_epoch(known, highest))
+        specs = await self._state_one(specs, highest if new_epoch is None else choose_epoch(known, highest))
+        if self.on_open is not None:
+            await self.on_open()
+        return specs
 
     async def _state_one(self, specs: Sequence[TierSpec], epoch: int) -> Sequence[TierSpec]:
         """Make the shared tiers state an epoch, or the one that another process made them state meanwhile. Then the

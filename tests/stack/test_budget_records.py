@@ -14,6 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 from support_counts import seeds
+from support_joining import Driver, Identity
+from support_stack import PLAIN, Engine, fs, parts_of, stack_file
+from support_stack import keys as key_names
+from support_stack_tiers import backends
 
 from kvtier.aio.boot_clock import BootClock, read_boot_clock
 from kvtier.config import open_stack, parse_stack
@@ -121,7 +125,7 @@ def opened(folder: Path, record: BudgetRecord) -> ModelFiles:
     files = ModelFiles(folder, RequestModels(), budgets=[record])
 
     async def story() -> None:
-        await files.restore(10.0)
+        await files.restore_budgets(10.0)
         if files._writing is not None:
             await asyncio.wrap_future(files._writing)
 
@@ -260,3 +264,38 @@ def test_a_stack_finds_again_what_it_wrote(tmp_path: Path) -> None:
     written = asyncio.run(life(store=True))
     assert written >= 8 * 4096
     assert asyncio.run(life(store=False)) == written
+
+
+def test_a_stack_whose_tiers_join_finds_it_again_too(tmp_path: Path) -> None:
+    """As every stack process. The record is read once the tier is open: another process may have had it until then."""
+    boot = read_boot_clock()
+    nothing = boot.boot + boot.now_ns().to_bytes(8, "little") + bytes(8 * (MINUTES + 1))
+    (tmp_path / "root").mkdir(0o700)
+
+    def life(before: bytes | None) -> int:
+        engine, identity = Engine(PLAIN, 8), Identity()
+        tier = fs(tmp_path / "root") | {"admit": "predicted", "write_bytes_per_day": "1GiB"}
+        config = stack_file(PLAIN, 16, tier, backends=backends())
+        with Driver(parts_of(config, engine, backends(), tier_close_seconds=20.0), engine, identity) as driver:
+            if before is not None:
+                model_files.write(tmp_path / "root", "writes-1", before)
+            identity.answer()
+            driver.until(driver.joined)
+            assembled = driver.stack._assembled
+            assert assembled is not None
+            assert assembled.models is not None
+            (budgeted,) = [lower.budgeted for lower in assembled.plane.control.lowers]
+            assert budgeted is not None
+            if before is not None:
+                assert budgeted.budget.room == 0, "nothing is sent before a record is durable"
+                writing = assembled.models._writing
+                assert writing is not None
+                driver.until(writing.done)
+                driver.stack.request(RequestId("a"), key_names(8)).end()
+                assert driver.store(key_names(8)) == ["stored"] * 8
+                driver.drain()
+            return sum(budgeted.budget.minutes())
+
+    written = life(before=nothing)
+    assert written >= 8 * 4096
+    assert life(before=None) == written

@@ -95,7 +95,7 @@ async def test_a_stack_opens_with_one_line(tmp_path: Path, caplog: pytest.LogCap
         kept, _ = pace_of_a_start()
         files = ModelFiles(tmp_path, RequestModels(), budgets=[kept])
         with caplog.at_level(logging.WARNING):
-            await files.restore(10.0)
+            await files.restore_budgets(10.0)
             await files.close(10.0)
         assert len(caplog.records) == lines
         assert all("is sent nothing for a day" in record.getMessage() for record in caplog.records)

@@ -318,6 +318,12 @@ class LowerTier:
         self.load_breaker.hold_back()
         self.store_breaker.hold_back()
 
+    def take_over(self, held_back: LowerTier) -> None:
+        """Go on with the counts and the write budget of the tier that was held back in the place of this one."""
+        self.counters = held_back.counters
+        if self.budgeted is not None and held_back.budgeted is not None:
+            self.budgeted.budget = held_back.budgeted.budget
+
     @property
     def held_back(self) -> bool:
         """True if the tier neither loads nor stores, whatever its health."""

@@ -74,10 +74,8 @@ class BudgetRecord:
 
 
 def budget_records(lowers: Sequence[LowerTier]) -> list[BudgetRecord]:
-    """A record for each owned tier with a write budget. Nothing is sent to these tiers before it is durable."""
+    """A record for each of these tiers with a write budget. Nothing is sent to it before its record is durable."""
     clock = read_boot_clock()
     return [
-        BudgetRecord(lower.position, lower.budgeted.budget, clock)
-        for lower in lowers
-        if lower.owned is not None and lower.budgeted is not None
+        BudgetRecord(lower.position, lower.budgeted.budget, clock) for lower in lowers if lower.budgeted is not None
     ]

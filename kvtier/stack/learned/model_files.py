@@ -88,7 +88,7 @@ class ModelFiles:
     """The files of one stack's models, in one folder. The models are saved in the control plane's thread.
 
     With `make_folder` the folder is made when it is missing. Closing waits `close_seconds` at most, or a disk that
-    hangs would keep the stack from closing its tiers.
+    hangs would keep the stack from closing its tiers. Records of `budgets` are written once they have been restored.
     """
 
     def __init__(
@@ -101,7 +101,8 @@ class ModelFiles:
     ) -> None:
         self._folder = folder
         self._models = models
-        self._budgets = budgets
+        self._to_restore = budgets
+        self._budgets: Sequence[BudgetRecord] = ()
         self._make_folder = make_folder
         self._close_seconds = close_seconds
         self._threads = DaemonPool("kvtier-models", 1)
@@ -111,10 +112,7 @@ class ModelFiles:
         self._failed = False
 
     async def restore(self, timeout_seconds: float) -> None:
-        """Restore the models from their files, before any use. A file that cannot be used is a line in the log.
-
-        A tier whose write budget cannot be restored is sent nothing for a day.
-        """
+        """Restore the models from their files, before any use. A file that cannot be used is a line in the log."""
         for model in self._models:
             try:
                 async with asyncio.timeout(timeout_seconds):
@@ -129,11 +127,12 @@ class ModelFiles:
                 self._threads.shutdown()
                 raise
 
-        if self._budgets:
-            await self._restore_budgets(timeout_seconds)
+    async def restore_budgets(self, timeout_seconds: float) -> None:
+        """Restore the write budgets, once the tiers are open: until then an earlier process may be writing to them.
 
-    async def _restore_budgets(self, timeout_seconds: float) -> None:
-        for budget in self._budgets:
+        A tier whose budget cannot be restored is sent nothing for a day.
+        """
+        for budget in self._to_restore:
             try:
                 async with asyncio.timeout(timeout_seconds):
                     saved = await self._threads.run(read, self._folder, budget.name)
@@ -143,7 +142,9 @@ class ModelFiles:
                 budget.on_lost()
                 path = model_path(self._folder, budget.name)
                 _log.warning("%s cannot be read, so its tier is sent nothing for a day: %s", path, error)
-        self._begin(self._budget_records(False))
+        self._budgets = self._to_restore
+        if self._budgets:
+            self._begin(self._budget_records(False))
 
     def save_if_due(self, now: float) -> None:
         """Begin to write the files if the last time is long ago, and has ended."""
@@ -166,6 +167,7 @@ class ModelFiles:
         return {budget.name: budget.save(last) for budget in self._budgets}
 
     def _begin(self, saved: Mapping[str, bytes]) -> None:
+        self._writing = None
         try:
             self._writing = self._threads.submit(self._write, saved)
         except OSError as error:
