@@ -12,6 +12,7 @@ from kvtier.control.jobs import JoiningTiers
 from kvtier.control.reservations import KeyState
 from kvtier.control.tiers.lower_tier import TierSpec, lower_tiers
 from kvtier.tier.contract import LookupResult, Opened, Recovered
+from kvtier.types.hints import Demote
 from kvtier.types.jobs import DropReason, JobKind, RegionFormat
 from kvtier.types.keys import RequestId
 
@@ -63,6 +64,18 @@ def test_rows_are_clean_while_the_tiers_are_held_back(policy):
     assert world.plane.lookup([key(9)], world.now) == [MISS]
     assert not world.plane.collect().queries
     assert world.plane.next_deadline(world.now) is None
+    world.check()
+
+
+def test_what_a_tier_with_a_write_budget_lacks_may_be_hinted_as_soon_as_it_has_joined():
+    setup = fs_setup(16, admit="predicted", write_bytes_per_day=1000, block_bytes=1)
+    world = held_back(8, setup)
+    for number in (101, 1, 2):  # 1 and 2 are below already, so nothing was offered to the tier yet
+        world.store(number)
+        world.run_all()
+    join(world, with_keys(setup, 2))
+    assert world.plane.hint(Demote([key(101)]), world.now).accepted
+    world.run_all()
     world.check()
 
 

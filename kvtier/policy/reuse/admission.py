@@ -204,6 +204,7 @@ class BudgetedAdmission(Predicted):
 
     def admit_parent(self, key: OffloadKey) -> bool:
         """Admit a block because one after it is sent, if there is room. True if it is admitted."""
+        self._advance()
         if key in self._recent:
             return True
         if self.budget.free < self._block_bytes:
