@@ -10,6 +10,7 @@ from support_control import key
 from support_counts import seeds
 from support_traffic import LONG, SHORT, Traffic
 
+from kvtier.control.request_tracker import NO_REQUEST
 from kvtier.policy import RequestModels
 from kvtier.policy.reuse import admission as predicted
 from kvtier.policy.reuse.admission import BudgetedAdmission, Predicted
@@ -144,6 +145,30 @@ def test_blocks_of_old_prompts_are_forgotten(monkeypatch: pytest.MonkeyPatch) ->
     assert len(prompts._young) + len(prompts._old) <= 32
     assert len(prompts._prompts) <= 8
     assert decides.admits(key(0), False, absent)
+
+
+def test_prompts_that_come_again_and_again_take_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvtier.policy.reuse.prediction import prompts as module
+
+    monkeypatch.setattr(module, "RECENT_KEYS", 16)
+    model, _ = admission()
+    prompts = model.keep_prompts()
+    keys = [key(n) for n in range(8)]
+    for turn in range(1000):
+        model.begin_request(RequestUse(RequestId(str(turn)), float(turn), keys, GroupIndex(0), 0))
+        model.end_request(RequestId(str(turn)), 10)
+        assert sum(len(each.keys) for each in prompts._prompts) <= 2 * module.REPEATS_MAX * 16
+        assert prompts.find(keys[3]) == (prompts._prompts[-1], 3)
+
+
+def test_uses_without_a_request_keep_the_latest_prompt_of_each_group() -> None:
+    """No end of a request follows them. The first group of this layout keeps no chain."""
+    model, _ = admission()
+    prompts = model.keep_prompts()
+    for turn in range(50):
+        for group in (1, 2):
+            model.begin_request(RequestUse(NO_REQUEST, float(turn), [key(turn, group)], GroupIndex(group), 1))
+    assert [(one.group, one.keys) for one in prompts._open[NO_REQUEST]] == [(1, [key(49, 1)]), (2, [key(49, 2)])]
 
 
 # -- within a budget -----------------------------------------------------------------------------------------------

@@ -19,6 +19,8 @@ GHOST_BLOCKS_MAX = 1 << 30
 RECENT_KEYS = 1 << 16
 RECENT_KEYS_MAX = 1 << 17
 """Blocks of the latest prompts that are kept by key, twice at most. A prompt is not cut."""
+REPEATS_MAX = 8
+"""So many times these blocks are in the prompts that are kept, twice at most: prompts share most of theirs."""
 OPEN_MAX = 4096
 OUTPUT_BLOCKS_MAX = 1 << 16
 """Blocks of output of one request that are taken in."""
@@ -58,6 +60,7 @@ class Prompts:
         self._prompts: list[Prompt] = []
         self._firsts: list[int] = []
         self._next = self._young_from = 0
+        self._young_blocks = 0
         self._open: OrderedDict[RequestId, list[Prompt]] = OrderedDict()
 
     def keep(self, num_blocks: int) -> None:
@@ -78,7 +81,7 @@ class Prompts:
         if group == 0 or name not in self._open:
             self._open.pop(name, None)
             self._open[name] = []
-        self._open[name].append(prompt)
+        self._open[name] = [*(one for one in self._open[name] if one.group != group), prompt]
         if len(self._open) > OPEN_MAX:
             self._open.popitem(last=False)
 
@@ -100,6 +103,7 @@ class Prompts:
             prompt.ends.append(end + len(keys))
         self._young.update(zip(keys, range(prompt.first + end, prompt.first + end + len(keys)), strict=True))
         prompt.keys.extend(keys)
+        self._young_blocks += len(keys)
 
     def end_request(self, name: RequestId, output_tokens: int | None) -> None:
         """End a request, with its tokens of output unless None."""
@@ -163,11 +167,13 @@ class Prompts:
         return seg
 
     def _remember(self, prompt: Prompt) -> None:
-        if len(self._young) >= self._kept:
+        if len(self._young) >= self._kept or self._young_blocks >= REPEATS_MAX * self._kept:
             gone = bisect_right(self._firsts, self._young_from - 1)
             del self._prompts[:gone], self._firsts[:gone]
             self._old, self._young, self._young_from = self._young, {}, self._next
+            self._young_blocks = 0
         self._prompts.append(prompt)
         self._firsts.append(prompt.first)
         self._young.update(zip(prompt.keys, range(self._next, self._next + len(prompt.keys)), strict=True))
+        self._young_blocks += len(prompt.keys) + REPEATS_MAX - 1  # a prompt of one block takes as much room as several
         self._next += prompt.room
