@@ -161,6 +161,22 @@ def test_prompts_that_come_again_and_again_take_no_more_memory(monkeypatch: pyte
         assert prompts.find(keys[3]) == (prompts._prompts[-1], 3)
 
 
+def test_output_of_a_request_that_began_long_ago_is_forgotten_with_its_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvtier.policy.reuse.prediction import prompts as module
+
+    monkeypatch.setattr(module, "RECENT_KEYS", 16)
+    model, decides = admission()
+    prompts = model.keep_prompts()
+    model.begin_request(RequestUse(RequestId("long"), 0.0, [key(0)], GroupIndex(0), 1))
+    for turn in range(1, 40):
+        model.begin_request(RequestUse(RequestId(str(turn)), float(turn), [key(turn)], GroupIndex(0), 1))
+        if turn == 20:  # its prompt is among the old ones
+            model.extend_request(RequestId("long"), GroupIndex(0), [key(100)])
+            assert prompts.find(key(100)) is not None
+    assert prompts.find(key(100)) is None
+    assert decides.admits(key(100), False, absent)
+
+
 def test_uses_without_a_request_keep_the_latest_prompt_of_each_group() -> None:
     """No end of a request follows them. The first group of this layout keeps no chain."""
     model, _ = admission()

@@ -119,8 +119,10 @@ class Prompts:
             number = self._old.get(key)
             if number is None:
                 return None
-        prompt = self._prompts[bisect_right(self._firsts, number) - 1]
-        return prompt, number - prompt.first
+        at = bisect_right(self._firsts, number) - 1
+        if at < 0:  # output of a request that began before the prompts that are kept
+            return None
+        return self._prompts[at], number - self._firsts[at]
 
     def kinds(self, prompt: Prompt, position: int) -> set[int]:
         """The classes of the segments of a prompt from a block's on."""
