@@ -28,8 +28,8 @@ class StackSettings:
     for an engine that does not load it. `patience_seconds` is how long a store waits for rows that are to be written
     below, and a load or a reservation for those that an `on_evict` tier is to have, before they take them anyway.
     `gather_seconds` is how long the write-back of a row may wait for more rows, so that one job takes those of several
-    engine steps. `events_max` bounds the events kept for `take_events`; 0 records none. With `curves` it is counted
-    what owned tiers of other sizes would hit (`SizeCurve`).
+    engine steps. `events_max` bounds the events kept for `take_events`, and their keys (`EventLog`); 0 records none.
+    With `curves` it is counted what owned tiers of other sizes would hit (`SizeCurve`).
 
     `retained_sets` sessions may retain or pin blocks, none of them for longer than `retain_time`; `prefetch_blocks`
     blocks may wait to be promoted.

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from support_control import ROW_BYTES, World, below, cpu_setup, fs_setup, key, plane_settings, shared_setup
 from support_counts import examples
 
+from kvtier.control.plane.event_log import EventLog
 from kvtier.control.tiers.slot_table import READY
 from kvtier.tier.contract import Recovered
 from kvtier.types.arrays import int_array
@@ -195,6 +196,33 @@ def test_events_that_nobody_takes_are_bounded_and_counted(most):
     if most:
         assert events[-1] == OffloadingEvent((key(9),), world.plane.control.cpu_spec.medium, False, "cpu")
         assert world.plane.events.lost == 19 - most
+
+
+def test_keys_of_events_that_nobody_takes_are_bounded_too():
+    world = World(cpu_setup(80), [], limits=plane_settings(events_max=40))
+    log = world.plane.events
+    keys_max, events = 640, 32  # of 20 keys each
+
+    def store(first: int, last: int) -> None:
+        for number in range(first, last, 20):
+            world.store(*range(number, number + 20))
+            world.run_all()
+            assert sum(len(event.keys) for event in log.waiting) <= keys_max
+
+    store(0, 1600)
+    assert len(log.waiting) == events
+    assert log.lost == 1600 + 1600 - 80 - keys_max
+    assert len(world.plane.take_events()) == events
+    store(2000, 2000 + keys_max // 2)
+    assert len(log.waiting) == events, "what was taken counts no more"
+
+
+def test_what_a_tier_held_when_it_was_opened_is_told_however_much_it_is():
+    log = EventLog(2)
+    log.record(cpu_setup(1), [key(n) for n in range(1000)], removed=False)
+    log.record(cpu_setup(1), [key(1)], removed=True)
+    assert [len(event.keys) for event in log.take()] == [1000, 1]
+    assert log.lost == 0
 
 
 def test_a_promotion_is_published_for_the_cpu_tier_alone():
