@@ -172,7 +172,7 @@ def _none() -> bool:
 
 
 class Reservations:
-    """All reservations in order of age. Those that change by time alone are `expect`ed in order of their times.
+    """All reservations, as they came. Those that change by time alone are `expect`ed in order of their times.
 
     `has_leases_outside`: a caller pins rows for leases of its own, and will end some of them without being asked.
     """
@@ -217,13 +217,11 @@ class Reservations:
 
     def revoke_younger(self, age: int) -> Reservation | None:
         """Revoke the leases of the youngest request that has some and is younger than `age`; it wants them again."""
-        for other in reversed(self.by_request.values()):
-            if other.age <= age:
-                return None
-            if other.rows:
-                other.revoke()
-                return other
-        return None
+        younger = [other for other in self.by_request.values() if other.rows and other.age > age]
+        youngest = max(younger, key=lambda other: other.age, default=None)
+        if youngest is not None:
+            youngest.revoke()
+        return youngest
 
     def has_older_leases(self, age: int) -> bool:
         """True if a request older than `age`, or an engine, holds leases, which will end by themselves."""

@@ -6,9 +6,10 @@ import random
 
 from hypothesis import given
 from hypothesis import strategies as st
-from support_control import World, cpu_setup, fs_setup, key, plane_settings
+from support_control import World, below, cpu_setup, fs_setup, key, plane_settings
 from support_counts import examples
 
+from kvtier.control.reservations import Reservation
 from kvtier.types.jobs import JobKind
 from kvtier.types.keys import RequestId
 
@@ -228,3 +229,28 @@ def test_a_row_that_is_corrupt_when_it_is_copied_is_a_hit_of_the_tier_that_had_i
     world.run_all()
     assert world.statuses(job) == ["loaded"] * 4
     assert hits_of(world) == (0, 4)
+
+
+def test_leases_of_a_younger_request_that_came_first_are_revoked():
+    """Of two engines that one stack serves, the first has asked for so much that the other's request is older."""
+    world = below(16)
+    plane = world.plane
+
+    def reserve(name: str, numbers: range, owner: int) -> Reservation:
+        reservation = plane.reserve(RequestId(name), [key(n) for n in numbers], world.now, owner)
+        world.step()
+        world.run_all()
+        return reservation
+
+    reserve("served", range(1, 5), owner=1)
+    younger = reserve("younger", range(5, 11), owner=1)
+    assert (len(younger.rows), younger.served) == (4, False), "it waits for the leases of the first"
+    older = reserve("older", range(12, 16), owner=2)
+    assert older.age < younger.age
+    assert older.hits() == [True] * 4
+    plane.end_request(RequestId("older"), world.now)
+    plane.end_request(RequestId("served"), world.now)
+    world.step()
+    world.run_all()
+    assert younger.hits() == [True] * 6
+    world.check()
