@@ -211,6 +211,23 @@ def test_a_large_set_becomes_ordinary_in_steps(monkeypatch):
     assert list(world.plane.control.cpu.policy.coldest())[-1] == world.plane.control.cpu.ready(key(1)), "root last"
 
 
+def test_what_a_session_retains_after_a_release_does_not_keep_what_was_released(monkeypatch):
+    monkeypatch.setattr(retention, "RELEASED_AT_ONCE", 3)
+    world = World(allowed(cpu_setup(16), 12), [])
+    stored(world, *range(1, 10))
+    hint(world, Retain(keys(*range(1, 9)), 60.0, "a"))
+    assert world.plane.hint(Release("a"), world.now) == HintResult(8)
+    assert world.plane.hint(Retain(keys(1, 9), 60.0, "a"), world.now) == HintResult(2)
+    for _ in range(4):
+        world.pass_time(1.0)
+        world.check()
+    assert set(world.plane.control.cpu.retained.keys) == set(keys(1, 9))
+    assert world.plane.hints.retention.num_sets == 1
+    assert world.plane.hint(Release("a"), world.now) == HintResult(2)
+    world.step()
+    assert not world.plane.hints.retention
+
+
 def test_a_block_that_is_stored_again_after_it_was_lost_is_retained_again():
     world = World(allowed(cpu_setup(8), 4), [allowed(fs_setup(16), 4)])
     stored(world, 1)

@@ -7,6 +7,7 @@ accepted, so a quota holds at every moment. What has no room is refused then, no
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -49,7 +50,8 @@ class Retention:
     def __init__(self, control: ControlState, sets_max: int) -> None:
         self._control = control
         self._sets_max = sets_max
-        self._sets: dict[tuple[str, bool], RetainedSet] = {}
+        self._sets: dict[tuple[str, bool, int], RetainedSet] = {}  # by session, whether it pins, and 0 or a serial
+        self._serials = itertools.count(1)
         self._blocks: dict[OffloadKey, RetainedBlock] = {}
         self._claims = 0
         self.expires_at = math.inf
@@ -65,7 +67,7 @@ class Retention:
 
     def keys_of(self, session: str, most: int) -> list[OffloadKey]:
         """The keys that a session retains and pins, in the order of its hints, up to a number of each."""
-        keys = [each.keys for pinned in (False, True) if (each := self._sets.get((session, pinned))) is not None]
+        keys = [each.keys for pinned in (False, True) if (each := self._sets.get((session, pinned, 0))) is not None]
         return list(dict.fromkeys(chain.from_iterable(islice(each, most) for each in keys)))
 
     def __contains__(self, key: OffloadKey) -> bool:
@@ -82,10 +84,13 @@ class Retention:
         self, session: str, keys: Sequence[OffloadKey], until: float, pinned: bool, now: float
     ) -> list[HintRefusal | None]:
         """Add blocks to a session's set; for each why it was refused, or None."""
-        name = (session, pinned)
+        name = (session, pinned, 0)
         found = self._sets.get(name)
         if found is None and len(self._sets) >= self._sets_max:
             return [HintRefusal.TOO_MANY] * len(keys)
+        if found is not None and found.until <= now:  # it lapses on its own, a part in each step
+            self._sets[session, pinned, next(self._serials)] = self._sets.pop(name)
+            found = None
         one = found or RetainedSet()
         refusals = [None if key in one.keys else self._claim(one, key, pinned, now) for key in keys]
         if one.keys and None in refusals:
@@ -99,7 +104,7 @@ class Retention:
         ordinary."""
         count = 0
         for pinned in (False, True):
-            one = self._sets.get((session, pinned))
+            one = self._sets.get((session, pinned, 0))
             if one is not None:
                 one.until = -math.inf
                 count += len(one.keys)
@@ -226,7 +231,7 @@ class Retention:
 
     def check(self) -> None:
         """Raise IntegrityError unless each block of a set is retained in its tier, and nothing else is."""
-        names = [(key, pinned) for (_, pinned), one in self._sets.items() for key in one.keys]
+        names = [(key, pinned) for (_, pinned, _), one in self._sets.items() for key in one.keys]
         sets, pins = Counter(key for key, _ in names), Counter(key for key, pinned in names if pinned)
         if len(names) != self._claims or sets.keys() != self._blocks.keys():
             raise IntegrityError(f"{len(names)} blocks in sets, counted {self._claims}, of {len(self._blocks)}")
