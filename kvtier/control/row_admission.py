@@ -299,12 +299,13 @@ class RowAdmission:
         while request.todo:
             before = len(request.todo)
             short = request.advance(now)
-            if not short:
+            usable = request.usable(now) if short else 0
+            if usable <= 0:
                 break
             if request.short_since is None or len(request.todo) < before:
                 request.short_since = now
             patience_ends = request.short_since + self._patience_seconds
-            if self.make_way(short, patient=now < patience_ends):
+            if self.make_way(min(short, usable), patient=now < patience_ends):
                 continue
             if now < patience_ends and self._demotions.cleaning:
                 self.wake_at = min(self.wake_at, patience_ends)

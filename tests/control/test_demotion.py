@@ -119,6 +119,25 @@ def test_a_row_that_was_given_up_while_it_waits_and_is_written_back_after_all_is
     world.check()
 
 
+def test_a_load_gives_up_no_more_rows_that_wait_to_be_written_than_it_can_use():
+    world = World(cpu_setup(16), [fs_setup(32, inflight_blocks=4)])
+    for number in [200, 201, *range(100, 116)]:  # 200 and 201 are below alone, the others also in rows
+        world.store(number)
+        world.run_all()
+    world.plane.reserve(RequestId("leased"), [key(n) for n in range(105, 116)], world.now)
+    world.step()
+    world.store(*range(5))
+    world.run_tier(0)
+    assert [world.numbers(job) for job in world.under_way(1, STORE)] == [[4, 3, 2]], "0 and 1 wait"
+    job = world.load(200, 201)
+    assert [world.numbers(promotion) for promotion in world.under_way(1, LOAD)] == [[200]], "a quarter of the rows"
+    assert world.plane.control.counters(1).dropped == {DropReason.BACKLOG: 1}
+    world.run_all()
+    assert world.statuses(job) == ["loaded"] * 2
+    assert world.plane.control.counters(1).stored == 18 + 4
+    world.check()
+
+
 # -- on_evict ----------------------------------------------------------------------------------------------------------
 
 

@@ -43,6 +43,11 @@ class PromotionQuota:
         rooms = self._roots[position - 1]
         return self._tiers[position - 1] > 0 and (rooms is None or rooms[root] > 0)
 
+    def left(self, lower: LowerTier, key: OffloadKey) -> int:
+        """The blocks that may yet be loaded from where this tier holds this one."""
+        room, rooms = self._tiers[lower.position - 1], self._roots[lower.position - 1]
+        return room if rooms is None else min(room, rooms[lower.roots.of(*lower.index.slots((key,)))])
+
     def take(self, lower: LowerTier, key: OffloadKey) -> bool:
         """Use up the room of one block that this tier holds. False if there is none."""
         position = lower.position - 1

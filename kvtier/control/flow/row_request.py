@@ -36,6 +36,12 @@ class RowRequest(FillWaiter):
         That is 0 also when what is left waits for nothing but lower tiers or transfers of its own.
         """
 
+    def usable(self, now: float) -> int:
+        """The rows for which there is room in the tier of the next block, after an `advance` that found too few."""
+        index = self.todo[0]
+        lower = self.promotions.source(self.keys[index], self.tried.get(index, 0), now)
+        return len(self.todo) if lower is None else self.promotions.quota(now).left(lower, self.keys[index])
+
     @abstractmethod
     def _hold(self, ready: dict[int, int]) -> None:
         """These keys, by index, are in these ready rows: pin them."""
