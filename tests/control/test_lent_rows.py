@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 
 import pytest
-from support_control import ROW_BYTES, World, cpu_setup, fs_setup, key
+from support_control import ROW_BYTES, World, cpu_setup, fs_setup, key, key_number
 
 from kvtier.control.flow.lent_fills import LentFill
 from kvtier.control.settings import StackSettings
@@ -132,6 +132,22 @@ def test_a_key_that_is_there_or_on_its_way_gives_its_row_back_after_the_copy():
     assert lender.results[second] == ["present", "present", "stored"]
     assert counts(world) == (5, 0, 3)
     world.plane.check_integrity()
+
+
+def test_what_a_tier_did_not_admit_is_offered_again_when_it_is_stored_once_more():
+    world = World(cpu_setup(8), [fs_setup(16, admit="second_use")])
+    lender = Lender(world)
+    lender.borrow(4)
+    lender.fill(1, 2)
+    lender.run_all()
+    assert world.plane.control.counters(1).stored == 0
+    job = lender.fill(1, 2)
+    lender.run_all()
+    assert lender.results[job] == ["present"] * 2
+    assert world.plane.control.counters(1).stored == 2
+    owned = world.plane.control.lowers[0].owned
+    assert [key_number(owned.table.keys[slot]) for slot in owned.policy.coldest()] == [2, 1], "leaf before root"
+    world.check()
 
 
 def test_where_the_other_fill_fails_the_block_is_dropped_and_no_row_is_lost():

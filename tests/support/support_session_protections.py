@@ -97,8 +97,8 @@ def rows_of_known_keys_are_free_at_once(patch: Patch) -> None:
     """A row whose key is elsewhere already is free while it is still copied into."""
     begin, end = LentFill.begin, LentFill.end
 
-    def at_once(self: LentFill) -> None:
-        begin(self)
+    def at_once(self: LentFill, now: float) -> None:
+        begin(self, now)
         self._control.cpu.unpin([self._rows[index] for index in self._spare])
 
     def ended(self: LentFill, errors: Sequence[int], bytes_moved: int, now: float) -> None:

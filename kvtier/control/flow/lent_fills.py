@@ -42,7 +42,7 @@ class LentFill(FillWaiter):
         for group, count in self._groups:
             blocks[group] += count
 
-    def begin(self) -> None:
+    def begin(self, now: float) -> None:
         """Give the rows of new keys their keys; wait for the fills of others that are on their way."""
         control, keys, rows = self._control, self._keys, self._rows
         self._fills.add(self)
@@ -53,7 +53,7 @@ class LentFill(FillWaiter):
         if control.awaited.ages:
             control.awaited.on_change(keys)
         if self._spare:
-            self._begin_spare()
+            self._begin_spare(now)
 
     def _choose(self) -> None:
         """Name the blocks whose keys are new, the first of each key; the others are spare."""
@@ -64,15 +64,18 @@ class LentFill(FillWaiter):
         self._named = list(first.values())
         self._spare = set(range(len(self._keys))).difference(self._named)
 
-    def _begin_spare(self) -> None:
-        control = self._control
+    def _begin_spare(self, now: float) -> None:
+        control, ready = self._control, list[int]()
         control.cpu.end_loan([self._rows[index] for index in self._spare])
         for index in sorted(self._spare):
             row = control.cpu.directory[self._keys[index]]
             if control.cpu.table.state[row] == READY:
+                ready.append(row)
                 self._complete(index, PRESENT)
             else:
                 control.wait_for_fills(self, [(index, row)])
+        if ready and not self._demotions.admits_all:
+            self._demotions.on_use(ready[::-1], now)
 
     def rows_to_seal(self, errors: Sequence[int]) -> list[tuple[GroupIndex, list[int]]]:
         """(group, rows) that hold whole blocks which are still wanted, by the errno of each copy, 0 for success."""

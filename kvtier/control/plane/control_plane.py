@@ -291,7 +291,7 @@ class ControlPlane(Recipient):
         if now >= self._tick_at:
             self._tick(now)
         fill = LentFill(self.demotions, self._fills, keys, rows, on_end)
-        fill.begin()
+        fill.begin(now)
         if self.demotions.closing:
             fill.stop(DropReason.CLOSING)
         return fill
