@@ -482,6 +482,19 @@ def test_a_closing_stack_follows_no_hint_and_drains():
     assert world.plane.idle
 
 
+def test_a_closing_stack_does_not_prefetch_from_elsewhere_what_one_tier_could_not_load():
+    world = World(cpu_setup(16), [fs_setup(64), shared_setup()])
+    stored(world, *range(1, 5))
+    flood(world, 16)
+    hint(world, Prefetch(keys(1)))
+    (job,) = world.under_way(1, JobKind.LOAD)
+    world.plane.close(world.now)
+    world.finish(job, "failed")
+    assert not world.running
+    assert world.plane.hints.prefetches.waiting == 0
+    assert world.plane.idle
+
+
 def test_leases_and_retained_rows_do_not_starve_a_reservation_that_wants_them_all():
     world = World(allowed(cpu_setup(8), 6), [allowed(fs_setup(64), 0)])
     for start in (1, 5, 9):

@@ -166,6 +166,8 @@ class Prefetches:
 
     def again(self, request: PrefetchRequest, key: OffloadKey) -> None:
         """A block of a request could not be loaded from where it was asked for."""
+        if self.promotions.demotions.closing:
+            return
         self._wanted[key] = None
         self._requests[request] = None
         self._requests.move_to_end(request, last=False)
