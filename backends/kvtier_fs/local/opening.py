@@ -118,16 +118,18 @@ async def _own(root: Root, options: FSOptions) -> bool:
 
 
 def first_epoch(stored: Iterable[Superblock | None], namespace: bytes, new_epoch: int | None) -> int:
-    """The epoch that a session begins with. Tables that list the namespace state it; else `new_epoch` is what others
-    state, and if there are none, what the tables forgot. An epoch beyond what can be counted from is none."""
+    """The epoch that a session begins with. Tables that list the namespace state it; where none does, `new_epoch` is
+    what others state. Without others, a table that forgot the namespace counts as well: what it forgot may have been
+    reset while a root that lists it was away. An epoch beyond what can be counted from is none."""
     blocks = [block for block in stored if block is not None]
-    listed = [epoch for block in blocks if (epoch := block.listed_epoch(namespace)) is not None and is_usable(epoch)]
-    if listed:
-        return max(listed)
-    if new_epoch is not None:
-        return new_epoch
-    floor = max((block.epoch(namespace) for block in blocks), default=0)
-    return floor if is_usable(floor) else fresh_epoch()
+    stated = [epoch for block in blocks if (epoch := block.listed_epoch(namespace)) is not None and is_usable(epoch)]
+    if new_epoch is None:
+        floors = [block.floor_epoch for block in blocks if block.listed_epoch(namespace) is None]
+        if not all(map(is_usable, floors)):
+            return fresh_epoch()
+        stated += floors
+        new_epoch = fresh_epoch() if blocks else 0
+    return max(stated, default=new_epoch)
 
 
 async def begin_session(root: Root, session: RootSession, random_bytes: Callable[[int], bytes]) -> str:

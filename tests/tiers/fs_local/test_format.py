@@ -195,6 +195,15 @@ def test_an_epoch_that_other_stores_state_is_taken_below_the_floor_and_never_bel
     assert listed.with_epoch(b"n" * 16, 3).epoch(b"n" * 16) == 9
 
 
+@pytest.mark.parametrize(("floor", "begun"), [(2, 2), (0, 0), (EPOCH_CEILING, None)])
+def test_a_table_that_forgot_a_namespace_counts_beside_one_that_lists_it(floor, begun):
+    forgot, listed = block(floor_epoch=floor), block().with_epoch(b"n" * 16, 0)
+    for roots in ([forgot, listed], [listed, forgot]):
+        epoch = first_epoch(roots, b"n" * 16, None)
+        assert epoch == begun or (begun is None and OPENINGS_FROM <= epoch < EPOCH_CEILING)
+        assert first_epoch(roots, b"n" * 16, 5) == 0, "others state whether it was reset"
+
+
 @pytest.mark.parametrize("epoch", [EPOCH_CEILING - 1, EPOCH_CEILING, (1 << 62) - 1])
 def test_an_epoch_that_cannot_be_counted_from_is_none_and_costs_no_other_namespace(epoch):
     """Whoever wrote it: a release before this one took it from a forged marker."""

@@ -16,6 +16,7 @@ from kvtier.types.geometry import GroupLayout, KVLayout, TensorRef
 from kvtier.types.jobs import RegionFormat
 from kvtier.types.keys import make_key
 from kvtier.types.namespace import Namespace
+from kvtier_fs.format import superblock
 
 MIB = 1 << 20
 SPACE = SlotSpace(40, (5,), (10,))
@@ -120,6 +121,23 @@ async def test_what_a_tier_reports_of_others_goes_by_namespace_then_by_age(tmp_p
             found = [blocks.slots.tolist() for blocks in tier.opened.recovered.foreign]
             assert found == [places["b"], places["a"], places["c"]], "opened later means younger"
             assert len(tier.opened.recovered.keys) == 0
+
+
+async def test_a_root_that_was_away_brings_nothing_back_from_before_a_reset(tmp_path, monkeypatch):
+    monkeypatch.setattr(superblock, "MAX_NAMESPACES", 2)
+    stays, leaves = tmp_path / "stays", tmp_path / "leaves"
+    stored, both, alone = fs_keys(8), options(stays, leaves, capacity=4 * MIB), options(stays, capacity=2 * MIB)
+    async with open_tier(both, tag="a") as tier:
+        first = tier.backend._router.queues[1].root.first_region
+        await tier.store(stored, [tier.format_region(first, 0)])
+    async with open_tier(alone, tag="a") as tier:
+        await tier.backend.reset(tier.epoch + 1)
+    for tag in "bc":
+        async with open_tier(alone, tag=tag):
+            pass
+    async with open_tier(both, tag="a") as tier:
+        assert not tier.directory
+        assert tier.epoch > 0
 
 
 # -- real stacks -----------------------------------------------------------------------------------------------------
