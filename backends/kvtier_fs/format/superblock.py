@@ -117,6 +117,12 @@ def decode_superblock(data: bytes) -> Superblock | None:
     return max(valid, key=lambda block: block.sequence, default=None)
 
 
+def write_order(data: bytes) -> list[int]:
+    """The offsets of both copies in a superblock file, the one that counts last, so that one is always whole."""
+    blocks = dict(zip((0, COPY_BYTES), map(_decode_copy, _copies(data)), strict=True))
+    return sorted(blocks, key=lambda at: -1 if (block := blocks[at]) is None else block.sequence)
+
+
 def foreign_version(data: bytes) -> int | None:
     """The format version of a superblock that is ours by its magic but of another release; None if it is not that.
 

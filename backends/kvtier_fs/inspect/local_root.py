@@ -220,14 +220,10 @@ class InspectedRoot(FolderInspection[SlotContent, SlotRun]):
         self.write_superblock(replace(self.superblock, clean=clean, sequence=self.superblock.sequence + 1))
 
     def write_superblock(self, block: Superblock) -> None:
-        """Make a superblock durable, a copy after the other. A damaged copy comes first, so that one is always whole.
-
-        Raises RootError.
-        """
-        copy, counts = encode_superblock(block), encode_superblock(self.superblock)
-        order = sorted((0, COPY_BYTES), key=lambda at: self.data[at : at + COPY_BYTES] == counts)
+        """Make a superblock durable. Raises RootError."""
+        copy = encode_superblock(block)
         try:
-            self.folder.write_superblock(copy, order)
+            self.folder.write_superblock(copy)
         except OSError as error:
             raise RootError(self.path, f"the superblock cannot be written ({error.strerror})") from error
         self.superblock, self.data = block, copy + copy + self.data[SUPERBLOCK_BYTES:]

@@ -4,12 +4,11 @@ import errno
 import logging
 import os
 import re
-from collections.abc import Sequence
 
 from kvtier.errors import RootError
 from kvtier.tier.stack_files import MODEL_FILE
 from kvtier_fs.format.region_header import REGIONS_PER_FILE, RegionPlan, decode_region_header
-from kvtier_fs.format.superblock import COPY_BYTES, Superblock, decode_superblock, foreign_version
+from kvtier_fs.format.superblock import SUPERBLOCK_BYTES, Superblock, decode_superblock, foreign_version, write_order
 from kvtier_fs.io.syscalls import fallocate, overwrites_in_place
 from kvtier_fs.options import RootOptions
 from kvtier_fs.roots.disk import unknown_version
@@ -56,8 +55,8 @@ class SlabFolder(GuardedFolder):
         except FileNotFoundError:
             return b""
 
-    def write_superblock(self, copy: bytes, order: Sequence[int] = (0, COPY_BYTES)) -> None:
-        """Write both copies, one after the other in `order`, each on the disk before the next is touched.
+    def write_superblock(self, copy: bytes) -> None:
+        """Write both copies, a damaged or older one first, each on the disk before the next is touched.
 
         When this returns, the superblock is durable, and no single damaged copy can bring an older one back. Raises
         RootError if the lock file was taken away, because then another process may own the root by now.
@@ -67,7 +66,7 @@ class SlabFolder(GuardedFolder):
                 self.path, "its lock file was removed or replaced, so its superblock is not written; restart this one"
             )
         with self.opened(SUPERBLOCK_NAME) as fd:
-            for at in order:
+            for at in write_order(os.pread(fd, SUPERBLOCK_BYTES, 0)):
                 self.write_at(fd, copy, at)
                 self.sync(fd)
             self.sync(self.fd)

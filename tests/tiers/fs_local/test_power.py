@@ -15,6 +15,7 @@ from support_fs import bytes_on_disk, keys, layout, open_tier, options
 from support_fs_power import Recorder, put
 
 from kvtier.errors import RootDamagedError
+from kvtier_fs.format.superblock import COPY_BYTES
 
 MIB = 1 << 20
 SHAPE = layout(4096)
@@ -41,11 +42,16 @@ class Life:
         return range(len(self.recorder.events) + 1)
 
 
-async def live(root: Path, old: bool, syncs: bool = True) -> Life:
-    """Open, store, reset, store, close, all of it recorded; over a root that was closed in order if `old`."""
+async def live(root: Path, old: bool, syncs: bool = True, rotten: int | None = None) -> Life:
+    """Open, store, reset, store, close, all of it recorded; over a root that was closed in order if `old`, whose
+    superblock has a damaged byte at `rotten`."""
     if old:
         async with open_tier(options(root, capacity=MIB), SHAPE) as tier:
             await tier.store_all(OLD)
+    if rotten is not None:
+        data = bytearray((root / "superblock").read_bytes())
+        data[rotten] ^= 1
+        (root / "superblock").write_bytes(data)
     life = Life(Recorder(root, syncs))
     async with open_tier(options(root, capacity=MIB), SHAPE, hooks=life.recorder.hooks()) as tier:
         life.begun = len(life.recorder.events)
@@ -94,10 +100,12 @@ async def test_after_a_reset_nothing_older_is_found_whatever_was_not_flushed(tmp
     assert loaded > (opened if old else 10), "images hold blocks to compare"
 
 
-async def test_before_the_session_began_everything_is_as_it_was(tmp_path, folder, seed):
-    """Until the superblock says that the root is in use, the old snapshot may serve; it must be right."""
+@pytest.mark.parametrize("rotten", [None, 100, COPY_BYTES + 100])
+async def test_before_the_session_began_everything_is_as_it_was(tmp_path, folder, seed, rotten):
+    """Until the superblock says that the root is in use, the old snapshot may serve; it must be right. A copy of the
+    superblock that is damaged is written before the one that counts."""
     rng = random.Random(seed)
-    life = await live(tmp_path / "root", True)
+    life = await live(tmp_path / "root", True, rotten=rotten)
     for moment in range(life.begun + 1):
         for image in life.recorder.images(moment, rng):
             assert await after(image, folder / "after", False) == len(OLD)
