@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 from kvtier.control.jobs import Arrival, PresenceAnswers, PresenceQuery
 from kvtier.stack.dispatcher import presence_in
-from kvtier.tier.contract import LoadStore
+from kvtier.tier.contract import LoadStore, LookupResult
 from kvtier.types.keys import OffloadKey
 
 LOOKUPS_MAX = 256
@@ -24,9 +23,9 @@ class Lookups:
         self.tasks: set[asyncio.Task[None]] = set()
 
     def begin(self, tier: LoadStore, query: PresenceQuery, deliver: Callable[[Sequence[Arrival]], None]) -> None:
-        """Ask a tier and deliver what it answers. Call in the loop.
+        """Ask a tier and deliver what it answers; RETRY for each key if it has not answered in `LOOKUP_SECONDS_MAX`.
 
-        Where nothing answers, or too many are in flight, the deadline of the keys makes them misses.
+        Call in the loop. Where it fails, or too many are in flight, the deadline of the keys makes them misses.
         """
         if len(self.tasks) >= LOOKUPS_MAX:
             return
@@ -41,11 +40,13 @@ class Lookups:
 
 
 async def _look_up(tier: LoadStore, query: PresenceQuery, deliver: Callable[[Sequence[Arrival]], None]) -> None:
-    with suppress(TimeoutError):
+    try:
         async with asyncio.timeout(LOOKUP_SECONDS_MAX):
             answers = await presence_in(tier, query.keys)
-            if answers is not None:  # else the deadline of the keys makes them misses
-                deliver([PresenceAnswers(query, answers)])
+    except TimeoutError:  # so that a tier that does not answer is not asked for a while
+        answers = [LookupResult.RETRY] * len(query.keys)
+    if answers is not None:  # else the deadline of the keys makes them misses
+        deliver([PresenceAnswers(query, answers)])
 
 
 class AnswerWaits:

@@ -9,10 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support_stack import PLAIN, Engine, keys, opened, parts_of, stack_file, statuses, store, whole
+from support_stack import PLAIN, Engine, keys, opened, parts_of, stack_file, statuses, store, until, whole
 from support_stack_tiers import LOAD, STORE, backends
 
 from kvtier.control.plane.control_plane import ControlPlane
+from kvtier.control.tiers.breaker import BreakerState
 from kvtier.errors import IntegrityError
 from kvtier.stack import TierStack
 from kvtier.stack.dispatcher import Dispatcher, Traffic
@@ -190,3 +191,23 @@ async def test_lookups_that_are_never_answered_do_not_pile_up(monkeypatch):
             assert await stack.lookup(keys(1, start=start)) == [LookupResult.MISS]
         assert len(stack._lookups.tasks) == 4
         monkeypatch.setattr("kvtier.stack.lookups.LOOKUP_SECONDS_MAX", 0.01)
+
+
+async def test_a_tier_that_answers_no_lookup_is_not_asked_for_a_while(monkeypatch):
+    config = stack_file(PLAIN, 16, {"type": "shared"}, backends=backends())
+    parts = parts_of(config, Engine(PLAIN, 64), backends(), lookup_timeout_seconds=0.01)
+    monkeypatch.setattr("kvtier.stack.lookups.LOOKUP_SECONDS_MAX", 0.5)
+    asked = []
+
+    async def never(names: Any) -> Any:
+        asked.append(len(names))
+        await asyncio.Event().wait()
+
+    async with opened(parts) as stack:
+        parts.tiers[-1].lookup = never
+        breaker = stack._assembled.plane.control.lowers[0].lookup_breaker
+        for start in range(breaker.threshold):
+            assert await stack.lookup(keys(1, start=start)) == [LookupResult.MISS]
+        await until(lambda: breaker.state is BreakerState.OPEN)
+        assert await stack.lookup(keys(1, start=99)) == [LookupResult.MISS]
+        assert len(asked) == breaker.threshold
