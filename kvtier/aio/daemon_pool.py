@@ -7,6 +7,7 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
+from functools import partial
 from typing import ParamSpec, TypeVar
 
 from kvtier.errors import UsageError
@@ -39,7 +40,7 @@ class DaemonPool(Executor):
         self._pid = 0
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Run `fn` on one of the threads.
+        """Run `fn` on one of the threads. One that is cancelled before it begins keeps nothing that it names.
 
         Raises PoolClosed once closed, UsageError in a forked child, which has none of the threads, and OSError if
         the system grants not even one thread.
@@ -47,11 +48,13 @@ class DaemonPool(Executor):
         if self._pid not in (0, os.getpid()):
             raise UsageError(f"the threads of {self._name} belong to process {self._pid}; this one was forked from it")
         future: Future[T] = Future()
+        calls = [partial(fn, *args, **kwargs)]
+        future.add_done_callback(lambda _: calls.clear())
 
         def task() -> None:
             if future.set_running_or_notify_cancel():
                 try:
-                    future.set_result(fn(*args, **kwargs))
+                    future.set_result(calls.pop()())
                 except BaseException as error:
                     future.set_exception(error)
 

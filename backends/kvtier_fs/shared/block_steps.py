@@ -1,7 +1,8 @@
 """Steps of one block of a job: those of a store and of a load, each ending in an outcome.
 
-Steps are never cancelled. A block whose job no longer waits for it (late, cancelled) is abandoned: it ends between two
-steps and removes its temporary. Once I/O may use its row, the job waits for its end.
+A block whose job no longer waits for it (late, cancelled) is abandoned: it ends between two steps and removes its
+temporary. Once I/O may use its row, the job waits for its end. Steps are cancelled only where they have made and opened
+nothing yet: while they wait for the epoch.
 """
 
 import asyncio

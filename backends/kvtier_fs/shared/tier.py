@@ -51,12 +51,13 @@ class FolderEpoch(SharedEpoch):
     async def read_epoch(self, epoch: int, storing: bool) -> int | None:
         """The epoch that the root states now, None if nothing it states counts. Raises OSError.
 
-        Before a store `epoch` is written again if it is not durable yet; None if that fails.
+        Before a store `epoch` is written again if it is not durable yet; None if that fails. A cancellation waits until
+        it is.
         """
         self.now = max(self.now, epoch)
         if storing and epoch > self.raised:
             try:
-                await self.reset(epoch)
+                await shielded_wait(self.reset(epoch))
             except OSError:
                 self._root.counters["reset.failed"] += 1
                 return None
@@ -246,8 +247,10 @@ class SharedFSBackend(RootTier):
             return JobResult.uniform(job, LATE)
         run = JobRun(job, kind, asyncio.get_running_loop())
         blocks = self._blocks(run)
+        current = asyncio.create_task(self._epoch.read_epoch(job.epoch, kind is JobKind.STORE))
+        current.add_done_callback(_take_exception)
         try:
-            self._begin(job, blocks)
+            self._begin(blocks, current)
             await self._wait(run, blocks, None if job.deadline is None else job.deadline - started)
         except BaseException:
             for block in blocks:
@@ -255,12 +258,12 @@ class SharedFSBackend(RootTier):
             with suppress(asyncio.CancelledError):
                 await shielded_wait(run.finished)
             raise
+        finally:
+            current.cancel()  # with the steps of late blocks that wait for it
         return run.result(self._context.clock() - started)
 
-    def _begin(self, job: TransferJob, blocks: Sequence[Block]) -> None:
+    def _begin(self, blocks: Sequence[Block], current: asyncio.Future[int | None]) -> None:
         """Start the steps of each block. If this raises they may have begun."""
-        current = asyncio.create_task(self._epoch.read_epoch(job.epoch, job.kind is JobKind.STORE))
-        current.add_done_callback(_take_exception)
         for block in blocks:
             task = asyncio.create_task(self._steps.run(block, current))
             self._moving[task] = block

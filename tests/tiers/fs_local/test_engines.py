@@ -132,6 +132,22 @@ async def test_a_forked_child_has_none_of_the_threads():
     assert await threads.close(5.0) == 0
 
 
+async def test_a_call_that_is_cancelled_while_it_waits_for_a_thread_keeps_nothing_it_names():
+    threads, go_on = DaemonPool("test", 1), threading.Event()
+    working = threads.submit(go_on.wait)
+    names = {1, 2, 3}
+    waiting, kept = threads.submit(len, names), weakref.ref(names)
+    try:
+        del names
+        assert kept() is not None
+        waiting.cancel()
+        assert kept() is None
+    finally:
+        go_on.set()
+    assert await asyncio.wrap_future(working)
+    assert await threads.close(20.0) == 0
+
+
 @needs_uring
 def test_what_the_kernel_yet_writes_goes_to_memory_that_is_nobody_elses():
     """The loop is closed and everything forgotten while a read is under way; its buffer must not be anything else."""

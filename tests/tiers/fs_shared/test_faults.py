@@ -13,6 +13,7 @@ from support_files import account_is_true, block_files, open_files, options, tem
 from support_fs import PAGE, TestRows, flat, keys, layout
 from support_fs import options as slab_options
 from support_fs_engine import FaultyEngine
+from support_stack import until
 
 from kvtier.errors import UsageError
 from kvtier.tier.contract import TierContext
@@ -289,6 +290,22 @@ async def test_a_frozen_file_system_costs_jobs_at_their_deadline_and_close_at_it
         assert tier.counters["close.stuck"] == 0
     assert len(block_files(tmp_path)) == 4
     assert temporaries(tmp_path) == []
+
+
+async def test_late_blocks_of_a_frozen_file_system_leave_nothing_behind(tmp_path):
+    names = keys(4)
+    async with open_files(options(tmp_path / "root", io_threads=1), hooks=FilesHooks(folder=FrozenFolder)) as tier:
+        before, frozen = asyncio.all_tasks(), tier.backend._root.folder
+        frozen.thawed.clear()
+        try:
+            for row, key in enumerate(names):
+                tier.fill(row, key)
+            for move, kind in ((tier.backend.store, JobKind.STORE), (tier.backend.load, JobKind.LOAD)):
+                assert flat(await move(tier.job(kind, names, time.monotonic() + 0.5))) == [LATE] * 4
+            await until(lambda: asyncio.all_tasks() == before)
+        finally:
+            frozen.thawed.set()
+        assert await tier.store(names) == [STORED] * 4
 
 
 async def test_close_closes_no_folder_under_a_call_that_works_in_it(tmp_path, monkeypatch):
