@@ -327,12 +327,16 @@ class SharedRoot:
                 self.counters["pruned"] += pruned
 
     async def keep_lease(self) -> None:
-        """Renew the lease and sweep until cancelled: without it others remove what is written."""
+        """Renew the lease until cancelled: without it others remove what is written."""
+        while True:
+            await asyncio.sleep(self.hooks.lease_seconds / 6)
+            await self._beat()
+
+    async def keep_swept(self) -> None:
+        """Sweep until cancelled. Apart from the lease, which a sweep of a slow file system must not keep waiting."""
         while True:
             await self.sweep()
-            for _ in range(5):
-                await asyncio.sleep(self.hooks.lease_seconds / 6)
-                await self._beat()
+            await asyncio.sleep(self.hooks.lease_seconds * 5 / 6)
 
     async def _beat(self) -> None:
         try:

@@ -158,6 +158,7 @@ class SharedFSBackend(RootTier):
         self._steps = BlockSteps(root, rows.set_checksum)
         root.start(engine)
         self._in_background(root.keep_lease)
+        self._in_background(root.keep_swept)
         if self.options.max_age is not None:
             self._in_background(partial(self._prune_old, root, self.options.max_age))
         return Opened(

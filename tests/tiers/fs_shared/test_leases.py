@@ -15,8 +15,10 @@ from pathlib import Path
 import pytest
 from support_files import account_is_true, disk_bytes, open_files, options, temporaries
 from support_fs import keys
+from support_stack import until
 
 from kvtier.types.jobs import LOADED, STORED
+from kvtier_fs.shared.bucket import Bucket
 from kvtier_fs.shared.folder import TreeFolder
 from kvtier_fs.shared.leases import FolderLeases, Holder, this_process
 from kvtier_fs.shared.root import FilesHooks
@@ -244,3 +246,24 @@ async def test_a_heartbeat_is_written_and_the_lease_given_up(tmp_path):
         await tier.backend._root.call(tier.backend._root.leases.beat)
         assert os.stat(root / "leases" / name).st_mtime_ns >= first
     assert os.listdir(root / "leases") == []
+
+
+async def test_a_lease_is_renewed_while_a_sweep_takes_long(tmp_path, monkeypatch):
+    root, began, go_on = tmp_path / "root", threading.Event(), threading.Event()
+
+    def stands_still(bucket):
+        began.set()
+        go_on.wait()
+        return False
+
+    async with open_files(options(root)) as tier:
+        await tier.store(keys(4))
+    monkeypatch.setattr(Bucket, "has_temporaries", stands_still)
+    async with open_files(options(root), hooks=FilesHooks(lease_seconds=0.6)) as tier:
+        try:
+            await until(began.is_set)
+            lease = root / "leases" / tier.backend._root.lease
+            seen = lease.stat().st_mtime_ns
+            await until(lambda: lease.stat().st_mtime_ns > seen)
+        finally:
+            go_on.set()
