@@ -16,6 +16,8 @@ NUMBER_MAX = 1 << 62
 _DIGITS_MAX = 19
 _UNREADABLE = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
 """Exceptions of code and client libraries that take apart an answer of another kind than they expect."""
+_PANIC = "RustPanic"
+"""The class, which cannot be imported, of what a client library written in Rust raises for a defect of its own."""
 _log = logging.getLogger("kvtier.remote")
 _seen: set[tuple[str, str, int | None]] = set()
 """Places in the code where an answer could not be read, each of which is logged once."""
@@ -34,7 +36,9 @@ def reading_answers() -> Iterator[None]:
     """
     try:
         yield
-    except _UNREADABLE as error:
+    except Exception as error:
+        if not isinstance(error, _UNREADABLE) and type(error).__name__ != _PANIC:
+            raise
         last = traceback.extract_tb(error.__traceback__)[-1]
         place = type(error).__name__, os.path.basename(last.filename), last.lineno
         if place not in _seen:

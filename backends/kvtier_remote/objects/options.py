@@ -1,7 +1,9 @@
 """Options of the tiers `s3`, `gcs` and `azure`. No client library is needed to validate them."""
 
 import re
+import ssl
 from datetime import UTC, datetime, timedelta
+from ipaddress import IPv6Address
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
@@ -10,13 +12,22 @@ from kvtier.errors import ConfigError
 from kvtier.options import ByteSize, Options, Seconds
 from kvtier_remote.options import HIDING, AbsolutePath, RemoteOptions, read_public, read_secret
 
-_ENDPOINT = re.compile(r"https?://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+)(:[0-9]{1,5})?(/[A-Za-z0-9_./-]*)?")
+_ENDPOINT = re.compile(r"https?://(\[([0-9A-Fa-f:.]+)\]|[A-Za-z0-9_.-]+)(:([0-9]{1,5}))?(/[A-Za-z0-9_./-]*)?")
 
 
 def _endpoint(text: str) -> str:
-    if not _ENDPOINT.fullmatch(text):
+    match = _ENDPOINT.fullmatch(text)
+    if match is None or not 0 < int(match[4] or 1) < 1 << 16 or not (match[2] is None or _is_ipv6(match[2])):
         raise ValueError("that is no endpoint; write it as https://host or https://host:port")
     return text.rstrip("/")
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        IPv6Address(text)
+    except ValueError:
+        return False
+    return True
 
 
 Endpoint = Annotated[str, AfterValidator(_endpoint)]
@@ -100,7 +111,14 @@ class ObjectOptions(RemoteOptions):
 
     def authorities(self) -> bytes | None:
         """The PEM file of `ca_file`; None for the system's authorities alone. Raises ConfigError."""
-        return None if self.ca_file is None else read_public(self.ca_file, "ca_file")
+        if self.ca_file is None:
+            return None
+        data = read_public(self.ca_file, "ca_file")
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=data.decode("ascii", "ignore"))
+        except (ssl.SSLError, ValueError) as error:
+            raise ConfigError(f"{self.ca_file}: holds no certificates in PEM", "ca_file") from error
+        return data
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -118,6 +136,14 @@ def _expires_at() -> datetime:
     return datetime.now(UTC) + timedelta(seconds=_LIBRARY_AHEAD_SECONDS + RENEW_SECONDS)
 
 
+def _read_line(path: str, key: str) -> str:
+    """A secret that goes into a header. Raises ConfigError."""
+    secret = read_secret(path, key)
+    if not secret.isprintable():
+        raise ConfigError(f"{path}: holds more than one line, or signs that are not printed", key)
+    return secret
+
+
 class S3Keys(Options):
     """An access key in two files, neither of which other users can use."""
 
@@ -129,8 +155,8 @@ class S3Keys(Options):
     def read(self) -> dict[str, Any]:
         """The access key as the library takes it, to be read again after `RENEW_SECONDS`. Raises ConfigError."""
         return {
-            "access_key_id": read_secret(self.access_key_file, "credentials.access_key_file"),
-            "secret_access_key": read_secret(self.secret_key_file, "credentials.secret_key_file"),
+            "access_key_id": _read_line(self.access_key_file, "credentials.access_key_file"),
+            "secret_access_key": _read_line(self.secret_key_file, "credentials.secret_key_file"),
             "expires_at": _expires_at(),
         }
 

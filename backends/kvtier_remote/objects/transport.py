@@ -17,6 +17,7 @@ from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.aio.shielded_wait import shielded_wait
 from kvtier.tier.shared_epoch import EPOCH_CEILING
 from kvtier.types.jobs import CORRUPT, MISSING, STORED, BlockOutcome
+from kvtier_remote.answers import reading_answers
 from kvtier_remote.guard import guarded
 from kvtier_remote.objects.bound import look_into
 from kvtier_remote.objects.library import Store, library, os_error, outcome_of
@@ -141,10 +142,11 @@ class ObjectTransport:
         """A value of another length is CORRUPT."""
         size = value.place.header_bytes + value.place.payload_bytes
         try:
-            async with self._request():
-                read = await self._read(value.place.name, size)
-                if read is None:
-                    return CORRUPT
+            with reading_answers():
+                async with self._request():
+                    read = await self._read(value.place.name, size)
+            if read is None:
+                return CORRUPT
         except FileNotFoundError:
             return MISSING
         except (OSError, library().exceptions.BaseError) as error:
@@ -172,9 +174,10 @@ class ObjectTransport:
     async def _put(self, value: Value) -> BlockOutcome:
         payload = value.payload[:]
         try:
-            async with self._request():
-                parts = [value.header, payload]
-                await library().put_async(self._store, value.place.name, parts, use_multipart=False)
+            with reading_answers():
+                async with self._request():
+                    parts = [value.header, payload]
+                    await library().put_async(self._store, value.place.name, parts, use_multipart=False)
         except (OSError, library().exceptions.BaseError) as error:
             return outcome_of(error)
         finally:

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from pydantic import ValidationError
+from support_checks import private_file
 from support_libraries import planned_without
 from support_stack import PLAIN
 
@@ -34,6 +35,9 @@ def s3(**given: object) -> S3Options:
         ({"endpoint": "rgw:7480"}, "is no endpoint"),
         ({"endpoint": "https://user:hunter2@rgw"}, "is no endpoint"),
         ({"endpoint": "https://rgw?x=y"}, "is no endpoint"),
+        ({"endpoint": "https://rgw:99999"}, "is no endpoint"),
+        ({"endpoint": "https://rgw:0"}, "is no endpoint"),
+        ({"endpoint": "https://[::::]"}, "is no endpoint"),
         ({"endpoint": "http://rgw:7480"}, "write allow_http: true"),
         ({"credentials": {"access_key_file": "/k"}}, "secret_key_file"),
         ({"credentials": {"access_key_file": "k", "secret_key_file": "/s"}}, "is not an absolute path"),
@@ -75,6 +79,24 @@ def test_what_goes_to_the_library_comes_from_files_of_ours(tmp_path):
     with pytest.raises(ConfigError, match=r"ca_file: .*No such file"):
         s3(ca_file=str(tmp_path / "absent")).authorities()
     assert "credential_provider" not in s3().arguments(), "the library's own search"
+
+
+@pytest.mark.parametrize("held", ["AKID\nsecret", "AK\0ID", "AKID\r\nx"])
+def test_an_access_key_of_more_than_a_line_is_refused(tmp_path, held):
+    """The library panics over it."""
+    good, bad = private_file(tmp_path / "good", "AKID"), private_file(tmp_path / "bad", held)
+    for files in ((bad, good), (good, bad)):
+        with pytest.raises(ConfigError, match="more than one line") as caught:
+            s3(credentials=dict(zip(("access_key_file", "secret_key_file"), files, strict=True))).arguments()
+        assert held not in str(caught.value)
+
+
+@pytest.mark.parametrize("held", ["", "AKID", "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"])
+def test_a_file_of_authorities_without_any_is_refused(tmp_path, held):
+    (tmp_path / "ca").write_text(held)
+    with pytest.raises(ConfigError, match="holds no certificates") as caught:
+        s3(ca_file=str(tmp_path / "ca")).authorities()
+    assert caught.value.path == "ca_file"
 
 
 @pytest.mark.parametrize("key", ["write_bytes_per_day", "expire_days"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import uuid
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -9,13 +10,18 @@ from typing import Any
 
 import obstore
 import pytest
+from obstore.store import S3Store
 from support_azurite import Azurite, Container
 from support_ceph import Bucket, Ceph
 from support_objects import Folder, LocalTransport, names
 
+from kvtier.errors import ConfigError
+from kvtier.types.jobs import LOADED, failed
 from kvtier_remote.conformance import TransportTests
 from kvtier_remote.objects.library import store_of
+from kvtier_remote.objects.options import S3Options
 from kvtier_remote.objects.transport import ObjectTransport
+from kvtier_remote.transport import Marker, Value, ValueRef
 
 
 class RacingTransport(LocalTransport):
@@ -53,6 +59,34 @@ class TestLocalFolder(ObjectTransportTests):
 
     def store(self, place: Path) -> Any:
         return self.folder.store
+
+
+async def test_a_panic_of_the_library_is_a_request_that_failed():
+    """Such as over an access key of two lines. Its class is no error of the library, and none of the system."""
+    given = {"bucket": "kv-cache", "endpoint": "http://127.0.0.1:1", "allow_http": True, "allow_unbounded": True}
+    client = {"client_options": {"allow_http": True}, "retry_config": {"max_retries": 0}}
+    store = S3Store(
+        "kv-cache", region="x", endpoint=given["endpoint"], access_key_id="a\nb", secret_access_key="c", **client
+    )
+    transport = ObjectTransport(S3Options.model_validate(given), lambda: store)
+    with pytest.raises(ConfigError):
+        await transport.open()
+    places = [ValueRef(f"kvtier/b/{number}", 4096, 4096) for number in range(2)]
+    values = [Value(place, memoryview(bytearray(4096)), bytes(4096)) for place in places]
+    assert await transport.put(values) == [failed(errno.EBADMSG)] * 2
+    assert await transport.get(values, lambda position, header: LOADED) == [failed(errno.EBADMSG)] * 2
+    marker = Marker(bytes(8), 1)
+    for call in (
+        transport.present(places),
+        transport.remove(places),
+        transport.describe("kvtier/n/1", "text"),
+        transport.read_marker("kvtier/m/1"),
+        transport.swap_marker("kvtier/m/1", None, marker),
+        transport.keep_lease("kvtier/m/1", "kvtier/l/1"),
+    ):
+        with pytest.raises(OSError):
+            await call
+    assert await transport.close(10.0) == 0
 
 
 class ServiceTransportTests(ObjectTransportTests):
