@@ -109,6 +109,7 @@ class _Ring:
             self._entries = _memory(memory.entries, memory.entries_count * _ENTRY.size)
             self._completions = _memory(memory.completions, memory.completions_count * _COMPLETION.size)
             self._next_completion = 0
+            self._prepared = 0
             self._add_workers(depth)
             undo.pop_all()
 
@@ -135,6 +136,7 @@ class _Ring:
         entry = self._calls.get_sqe(self._at)
         if entry is None:
             return False
+        self._prepared += 1
         entries, at = self._entries, entry - self._memory.entries
         try:
             _ENTRY.pack_into(entries, at, operation, 0, 0, request.fd, request.offset, address, words >> 1, 0, number)
@@ -144,8 +146,12 @@ class _Ring:
         return True
 
     def submit(self) -> bool:
-        """Hand what was prepared to the kernel. False if it is to be tried again later."""
-        return bool(self._calls.submit(self._at) >= 0)
+        """Hand what was prepared to the kernel. False if it has not taken all: that is to be tried again later.
+
+        It stops after a request that it cannot begin, and where it has no memory for one.
+        """
+        self._prepared -= max(0, self._calls.submit(self._at))
+        return not self._prepared
 
     def ended(self, most: int) -> list[tuple[int, int]]:
         """Number and result of requests that ended, again and again until `advance` is called."""

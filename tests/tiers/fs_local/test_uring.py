@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import mmap
 import os
 import struct
 import sys
+from array import array
 
 import pytest
 from support_fs import keys, open_tier, options
 from support_fs_engine import FaultyEngine
+from support_stack import until
 
 from kvtier.aio.eventfd import EventFD
 from kvtier.types.jobs import LOADED
@@ -96,6 +99,31 @@ def test_a_full_ring_takes_nothing_and_what_raised_is_not_in_it(tmp_path) -> Non
     ring.close()
     os.close(fd)
     event.close()
+
+
+@needs_uring
+async def test_requests_behind_one_that_the_kernel_cannot_begin_end_as_well(tmp_path) -> None:
+    """It leaves them in the ring, and nothing else is submitted that would take them along."""
+    fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT, 0o600)
+    os.truncate(fd, 1 << 16)
+    engine = UringEngine(asyncio.get_running_loop(), depth=8)
+    engine.open()
+    ended: dict[int, int] = {}
+
+    def request(number: int, places: array[int] | None = None) -> IORequest:
+        buffers = [memoryview(bytearray(4096))]
+        return IORequest(
+            IOKind.READ, fd, 4096 * number, buffers, lambda _, result: ended.update({number: result}), places
+        )
+
+    nowhere = array("Q", ((1 << 63) + 4096, 4096))
+    try:
+        engine.submit([request(0, nowhere), request(1), request(2)])
+        await until(lambda: len(ended) == 3)
+        assert ended == {0: -errno.EFAULT, 1: 4096, 2: 4096}
+    finally:
+        await engine.close(5.0)
+        os.close(fd)
 
 
 def resident_bytes() -> int:
