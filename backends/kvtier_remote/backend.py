@@ -180,11 +180,8 @@ class RemoteBackend(LoadStore):
             await self._evictions.close()
         if self._lease is not None:
             await self._lease.close()
-        stuck = await self._transport.close(self.options.close_timeout_seconds / 2)
-        if self._hedged is not None:
-            stuck += await self._hedged.close(self.options.close_timeout_seconds / 2)
-        if self._budget is not None:
-            stuck += await self._budget.close(self.options.close_timeout_seconds / 2)
+        used = [one for one in (self._transport, self._hedged, self._budget) if one is not None]
+        stuck = sum(await asyncio.gather(*(one.close(self.options.close_timeout_seconds / 2) for one in used)))
         self.counters["close.stuck"] = stuck
         if stuck:
             _log.warning("%s: %d threads are stuck in requests", self.options.label, stuck)

@@ -113,13 +113,16 @@ class SharedRoot:
     async def close(self, timeout_seconds: float) -> int:
         """Remove the lease, close every file, end the threads. No block moves any more. Returns how many threads are
         stuck at the deadline; then another call goes on."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_seconds
         try:
-            async with asyncio.timeout(timeout_seconds):
+            async with asyncio.timeout_at(deadline):
                 if not self._is_left:
                     await self._leave(timeout_seconds / 2)
         except TimeoutError:
             return 1  # every thread is stuck in a file call
-        return await self.io_threads.close(timeout_seconds) + await self.files.close(timeout_seconds)
+        left_seconds = max(0.0, deadline - loop.time())
+        return sum(await asyncio.gather(self.io_threads.close(left_seconds), self.files.close(left_seconds)))
 
     async def _leave(self, clear_seconds: float) -> None:
         await self.clear(clear_seconds)

@@ -344,33 +344,35 @@ class SharedFSBackend(RootTier):
 
     async def _release(self) -> None:
         self._closing = True
-        root, timeout = self._root, self.options.close_timeout_seconds
+        root, loop = self._root, asyncio.get_running_loop()
         if root is None:
             return
+        deadline = loop.time() + self.options.close_timeout_seconds
         for task in self._background:
             task.cancel()
         if self._background:
             await asyncio.wait(self._background)
-        stuck = await self._drain(root, timeout)
+        stuck = await self._drain(root, deadline)
         if not stuck:
-            stuck = await root.close(timeout)
+            stuck = await root.close(max(0.0, deadline - loop.time()))
         self.counters["close.stuck"] = stuck
         if stuck:
             _log.warning("%s: I/O is stuck; files stay open until it ends", root.path)
             return
         self._root, self._memory = None, memoryview(b"")
 
-    async def _drain(self, root: SharedRoot, timeout: float) -> int:
+    async def _drain(self, root: SharedRoot, deadline: float) -> int:
         """End the blocks in flight. Returns how many blocks or requests are stuck at the deadline."""
         for block in list(self._moving.values()):
             block.give_up(dropped(DropReason.CLOSING))
+        loop = asyncio.get_running_loop()
         if self._moving:
-            await asyncio.wait(list(self._moving), timeout=timeout)
+            await asyncio.wait(list(self._moving), timeout=max(0.0, deadline - loop.time()))
         stuck = [block for task, block in self._moving.items() if not task.done()]
         for block in stuck:  # their steps continue and clean up if the I/O ends later
             block.abandoned = True
             block.run.give_up()
-        requests = await root.engine.close(timeout) if root.engine is not None else 0
+        requests = await root.engine.close(max(0.0, deadline - loop.time())) if root.engine is not None else 0
         return max(len(stuck), requests)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 from collections.abc import Callable, Sequence
@@ -64,7 +65,8 @@ class MooncakeTransport:
 
     async def close(self, timeout_seconds: float) -> int:
         """End the processes after their requests. Returns how many threads are stuck; none is longer than a request."""
-        return await self._transfers.close(timeout_seconds) + await self._questions.close(timeout_seconds)
+        lanes = self._transfers, self._questions
+        return sum(await asyncio.gather(*(lane.close(timeout_seconds) for lane in lanes)))
 
     async def present(self, places: Sequence[ValueRef]) -> Sequence[bool | None]:
         """True for each value that has a complete replica of the right length, as the master knows it."""

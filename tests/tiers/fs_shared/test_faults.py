@@ -222,6 +222,29 @@ async def test_close_reports_what_is_stuck_and_ends_at_its_deadline(tmp_path):
         assert block_files(tmp_path) + temporaries(tmp_path) == [], "a job that was told late leaves nothing"
 
 
+async def test_close_takes_its_time_once_however_much_is_stuck(tmp_path, monkeypatch):
+    thawed, waiting, seconds = threading.Event(), threading.Event(), 3.0
+    write = os.pwritev
+
+    def frozen(*given):
+        waiting.set()
+        thawed.wait()
+        return write(*given)
+
+    async with open_files(options(tmp_path / "root", close_timeout_seconds=seconds)) as tier:
+        monkeypatch.setattr("kvtier_fs.io.threads.os.pwritev", frozen)
+        storing = asyncio.create_task(tier.store(keys(3)))
+        try:
+            await until(waiting.is_set)
+            began = time.monotonic()
+            await tier.backend.close()
+            assert time.monotonic() - began < 1.5 * seconds
+            assert tier.counters["close.stuck"] > 0
+        finally:
+            thawed.set()
+        assert not any(outcome.ok for outcome in await storing)
+
+
 async def test_a_loop_ends_while_the_disk_under_a_store_hangs(tmp_path):
     """What `asyncio.run` does at the end: it cancels what still runs, and waits for it."""
     engine, thawed, settings = FaultyEngine(), threading.Event(), options(tmp_path / "root", close_timeout_seconds=0.1)
