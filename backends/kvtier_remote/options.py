@@ -13,7 +13,9 @@ from kvtier.options import ByteSize, MaxAge, Seconds, SharedTierOptions
 _SERVER = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):([0-9]{1,5})")
 _SECRET = re.compile(r"pass|pwd|secret|token|(access|account|api|private)_?key|^auth$|^sas", re.IGNORECASE)
 """Names of options that do not exist, and that people give secrets to."""
-_SECRET_BYTES_MAX = 4096
+_SECRET_BYTES_MAX = 16 << 10
+_PUBLIC_BYTES_MAX = 4 << 20
+"""The authorities that come with a system are a quarter of a MiB."""
 _SHOWN = 40
 
 
@@ -106,12 +108,7 @@ class RemoteOptions(SharedTierOptions):
 def read_secret(path: str, key: str) -> str:
     """The text of a file that other users cannot use. Raises ConfigError with the option's name, `key`."""
     try:
-        with open(path, encoding="utf-8") as file:
-            if os.fstat(file.fileno()).st_mode & stat.S_IRWXO:
-                raise ConfigError(f"{path}: other users may use it; take that from them (chmod o-rwx)", key)
-            secret = file.read(_SECRET_BYTES_MAX).strip("\r\n")
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}", key) from error
+        secret = _read(path, key, _SECRET_BYTES_MAX, stat.S_IRWXO).decode().strip("\r\n")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: holds no text", key) from error
     if not secret:
@@ -121,8 +118,21 @@ def read_secret(path: str, key: str) -> str:
 
 def read_public(path: str, key: str) -> bytes:
     """The bytes of a file that is no secret. Raises ConfigError with the option's name, `key`."""
+    return _read(path, key, _PUBLIC_BYTES_MAX)
+
+
+def _read(path: str, key: str, most: int, refused_mode: int = 0) -> bytes:
+    """The bytes of a plain file, at most `most`. Never blocks on a pipe or a device. Raises ConfigError."""
     try:
-        with open(path, "rb") as file:
-            return file.read()
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            mode = os.fstat(file.fileno()).st_mode
+            if not stat.S_ISREG(mode):
+                raise ConfigError(f"{path}: is no plain file", key)
+            if mode & refused_mode:
+                raise ConfigError(f"{path}: other users may use it; take that from them (chmod o-rwx)", key)
+            data = file.read(most + 1)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}", key) from error
+    if len(data) > most:
+        raise ConfigError(f"{path}: is larger than {most >> 10} KiB", key)
+    return data

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -14,6 +15,7 @@ from kvtier.config import build_tiers, parse_stack
 from kvtier.config.plan import plan_stack
 from kvtier.errors import ConfigError
 from kvtier_remote import ValkeyBackend, ValkeyOptions
+from kvtier_remote.options import read_public, read_secret
 from kvtier_remote.valkey.server_facts import facts_of
 
 
@@ -84,6 +86,19 @@ def test_the_password_comes_from_a_file_of_ours_or_from_the_environment(tmp_path
             options(password_file=str(path)).password()
     with pytest.raises(ConfigError, match=r"tls.ca_file: .*No such file"):
         options(tls={"ca_file": str(tmp_path / "absent")}).authorities()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("read", [read_secret, read_public])
+def test_a_file_that_has_no_end_is_refused(tmp_path, read):
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    long = tmp_path / "long"
+    with long.open("wb") as file:
+        file.truncate(5 << 20)
+    long.chmod(0o600)
+    for path, reason in ((tmp_path / "pipe", "is no plain file"), (long, "is larger than")):
+        with pytest.raises(ConfigError, match=f"the_key: {path}: {reason}"):
+            read(str(path), "the_key")
 
 
 @pytest.mark.parametrize(
