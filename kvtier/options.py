@@ -98,7 +98,8 @@ Quota = Annotated[
     ),
 ]
 """Bytes of a tier, or a share of its capacity."""
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=False)]
+Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False, strict=False)]
+"""Some of them are handed to waits of the system, which take no more than 9.2e9."""
 Duration = Annotated[int, BeforeValidator(parse_duration), Field(json_schema_extra={"type": "string"})]
 """Whole seconds, written with a unit."""
 MaxAge = Annotated[
@@ -264,14 +265,16 @@ class RecordOptions(Options):
     """Options of the trace that a stack keeps of what is asked of it."""
 
     folder: str = Field(
-        min_length=1, pattern=r"^/", description="absolute path of the folder for the trace's files; of one process"
+        min_length=1,
+        pattern=r"^/[^\x00]*$",
+        description="absolute path of the folder for the trace's files; of one process",
     )
     max_bytes: ByteSize = Field(
         default=1 << 30, ge=16 << 20, description="bytes of the folder's traces; a new file replaces the oldest one"
     )
     salt_file: str | None = Field(
         default=None,
-        pattern=r"^/",
+        pattern=r"^/[^\x00]*$",
         description="absolute path of a secret that the hashes depend on, made if it is absent; "
         "without it each start has a random one, and hashes of two starts cannot be compared",
     )

@@ -6,9 +6,12 @@ import grp
 import os
 import pwd
 from collections.abc import Sequence
+from contextlib import suppress
 
 from kvtier.errors import ConfigError
 
+_NUMBERS = range((1 << 32) - 1)
+"""Of users and groups. To system calls the next one means none."""
 UNMAPPED = 65534
 """The number under which Linux shows users of another user namespace that have none here: anyone."""
 
@@ -42,9 +45,9 @@ class UserAccess:
 
 
 def _number(name: int | str, key: str) -> int:
-    try:
-        if isinstance(name, int):
+    with suppress(KeyError, ValueError):
+        if isinstance(name, str):
+            return pwd.getpwnam(name).pw_uid if key == "allow" else grp.getgrnam(name).gr_gid
+        if name in _NUMBERS:
             return name
-        return pwd.getpwnam(name).pw_uid if key == "allow" else grp.getgrnam(name).gr_gid
-    except KeyError:
-        raise ConfigError(f"there is no {'user' if key == 'allow' else 'group'} {name!r} on this host", key) from None
+    raise ConfigError(f"there is no {'user' if key == 'allow' else 'group'} {name!r} on this host", key)

@@ -39,7 +39,9 @@ class StackOptions(Options):
         default=None, ge=1, le=4096, description="GPU blocks in one offloaded block; the engine's own when left out"
     )
     state_dir: str = Field(
-        default="", description="folder for what eviction policies have learned; the first lower tier's when left out"
+        default="",
+        pattern=r"^[^\x00]*$",
+        description="folder for what eviction policies have learned; the first lower tier's when left out",
     )
     open_timeout_seconds: Seconds = Field(
         default=300.0, description="how long each tier may take to open before opening the stack fails"
@@ -70,13 +72,13 @@ class StackOptions(Options):
     )
     stats_socket: str = Field(
         default="",
-        pattern=r"^(/.*)?$",
+        pattern=r"^(/[^\x00\n]*)?$",
         max_length=100,
         description="absolute path of a Unix socket that serves figures to kvtier top; none when left out",
     )
     runtime_dir: str = Field(
         default="",
-        pattern=r"^(/.*)?$",
+        pattern=r"^(/[^\x00\n]*)?$",
         max_length=80,
         description="absolute path of a folder for the socket of a stack process; XDG_RUNTIME_DIR, /run, /tmp or "
         "/dev/shm when left out",

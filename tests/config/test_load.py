@@ -141,6 +141,16 @@ MISTAKES = {
         f"load_timeout_seconds: soon\ntiers: [{CPU}]",
         "load_timeout_seconds: 'soon' is not accepted",
     ),
+    "a time beyond what the system waits": (
+        f"load_timeout_seconds: 1e10\ntiers: [{CPU}]",
+        "load_timeout_seconds: 10000000000.0 is not accepted; it should be less than or equal to 1",
+    ),
+    "NUL in a folder": (f'state_dir: "/tmp/\\0"\ntiers: [{CPU}]', "state_dir: '/tmp/\\x00' is not accepted"),
+    "NUL in a socket": (f'stats_socket: "/tmp/\\0"\ntiers: [{CPU}]', "stats_socket: '/tmp/\\x00' is not accepted"),
+    "NUL in a trace": (
+        f'record: {{folder: "/tmp/\\0"}}\ntiers: [{CPU}]',
+        "record.folder: '/tmp/\\x00' is not accepted",
+    ),
     "factor zero": (
         f"block_size_factor: 0\ntiers: [{CPU}]",
         "block_size_factor: 0 is not accepted; it should be greater than or equal to 1",

@@ -65,6 +65,14 @@ def test_users_are_numbers_or_names_of_this_host() -> None:
         UserAccess(group="no-such-group")
 
 
+@pytest.mark.parametrize("name", ["a\0b", -1, (1 << 32) - 1, 99999999999999])
+def test_what_no_user_or_group_can_be_is_one_line(name: int | str) -> None:
+    with pytest.raises(ConfigError, match="allow: there is no user"):
+        UserAccess([name])
+    with pytest.raises(ConfigError, match="group: there is no group"):
+        UserAccess(group=name)
+
+
 def test_a_socket_that_cannot_be_given_to_the_group_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="group: the socket cannot be given to group 0: No such file"):
         UserAccess(group=0).share(str(tmp_path / "socket"))
