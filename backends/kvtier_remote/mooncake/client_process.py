@@ -45,7 +45,8 @@ def installed() -> bool:
 
 class ClientProcess:
     """A client in a process of its own, used by one thread. A request that is not answered within its time kills the
-    process, so that nothing of it can be written later; the next request starts another one."""
+    process, so that nothing of it can be written later; the next request starts another one. The process ends with the
+    thread that started it at the latest."""
 
     silent: ClassVar[bool] = False  # it connects again by itself
 
@@ -116,7 +117,7 @@ class ClientProcess:
         own, theirs = socket.socketpair()
         with theirs:
             inherited = theirs.fileno(), self._fd
-            command = [sys.executable, str(_SCRIPT), *map(str, inherited)]
+            command = [sys.executable, str(_SCRIPT), *map(str, inherited), str(os.getpid())]
             try:
                 self._process = subprocess.Popen(command, pass_fds=inherited, **_DETACHED)
             except OSError:

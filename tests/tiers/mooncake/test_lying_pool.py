@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import select
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +18,7 @@ import pytest
 from support_counts import some
 from support_lies import ZEROS, trickled
 from support_lying_http import Answer, chunked, raw_server, reply
-from support_lying_mooncake import LIES, install
+from support_lying_mooncake import LIES, NO_ANSWER, install
 from support_remote_blocks import TWO_SIZES
 
 from kvtier.errors import ConfigError, ResourceError
@@ -111,3 +117,37 @@ def test_what_the_library_says_of_itself_is_one_short_line(master, tmp_path, mon
         one.close()
     assert str(caught.value).isprintable()
     assert len(str(caught.value)) < 400
+
+
+ENGINE = """
+import sys
+from kvtier_remote.mooncake.client_process import ClientProcess
+from kvtier_remote.mooncake.options import MooncakeOptions
+
+times = {"request_timeout_seconds": 60, "job_timeout_seconds": 120}
+client = ClientProcess(MooncakeOptions.model_validate({"type": "mooncake", "master": "127.0.0.1:1"} | times), 4096)
+client._connect(60)
+print(client._process.pid, flush=True)
+client.ask("get", sys.argv[1:], [0], [64])
+"""
+
+
+def test_a_client_in_a_call_that_does_not_end_ends_with_its_engine(tmp_path, monkeypatch):
+    install(tmp_path, NO_ANSWER, monkeypatch)
+    called = tmp_path / "called"
+    os.mkfifo(called)
+    paths = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(
+        [sys.executable, "-c", ENGINE, called], stdout=subprocess.PIPE, text=True, env=paths
+    ) as engine:
+        client = os.pidfd_open(int(engine.stdout.readline()))
+        try:
+            called.read_bytes()
+            engine.kill()
+            ended, _, _ = select.select([client], [], [], 30.0)
+            assert ended
+        finally:
+            engine.kill()
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(client, signal.SIGKILL)
+            os.close(client)
