@@ -197,7 +197,8 @@ def facts_of(options: ObjectOptions) -> TransportInfo:
     if bound is None or options.write_bytes_per_day is None:
         return TransportInfo(_UNBOUNDED_BYTES, ("nothing bounds what is kept in the store",))
     daily = size_text(options.write_bytes_per_day)
-    said = f"{options.hosts} x {daily} a day x {options.expire_days} days = {size_text(bound)} at most in the store"
+    days = f"({options.expire_days} + 1) days"
+    said = f"{options.hosts} x {daily} a day x {days} = {size_text(bound)} at most in the store"
     return TransportInfo(bound, (said,))
 
 

@@ -43,8 +43,8 @@ Default = Literal["default"]
 class ObjectOptions(RemoteOptions):
     """Options of every tier on an object store.
 
-    Objects are evicted by their age alone, so that what is written in a day, times the days that it is kept, times the
-    processes that write, is the bound.
+    Objects are evicted by their age alone, so that what is written in a day, times the days that it is kept and one
+    more, times the processes that write, is the bound.
     """
 
     SECRETS_FROM: ClassVar[str] = "credentials: with the names of files"
@@ -88,10 +88,13 @@ class ObjectOptions(RemoteOptions):
 
     @property
     def bound_bytes(self) -> int | None:
-        """The bytes that all processes keep in the store at most; None if nothing bounds it."""
+        """The bytes that all processes keep in the store at most; None if nothing bounds it.
+
+        A service removes an object at the end of the day on which it has the age.
+        """
         if self.write_bytes_per_day is None or self.expire_days is None:
             return None
-        return self.hosts * self.write_bytes_per_day * self.expire_days
+        return self.hosts * self.write_bytes_per_day * (self.expire_days + 1)
 
     def check_bound(self) -> None:
         """Raises ConfigError with the option that a bound lacks, unless none is wanted."""

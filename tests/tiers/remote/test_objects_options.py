@@ -110,8 +110,8 @@ def test_a_store_without_a_bound_is_refused_unless_the_file_says_so(key):
 
 def test_the_bound_is_what_all_processes_write_while_a_block_lives():
     facts = facts_of(s3(hosts=8))
-    assert facts.capacity_bytes == 8 * (1 << 40) * 3
-    assert facts.notes == ("8 x 1 TiB a day x 3 days = 24 TiB at most in the store",)
+    assert facts.capacity_bytes == 8 * (1 << 40) * 4, "it lives until the end of the day on which it is three days old"
+    assert facts.notes == ("8 x 1 TiB a day x (3 + 1) days = 32 TiB at most in the store",)
 
 
 def test_requests_and_dollars_are_said():
@@ -185,6 +185,6 @@ def test_the_library_is_imported_by_nothing_but_opening():
 def test_a_plan_without_a_probe_needs_no_service_and_names_what_is_missing():
     text = "tiers: [{type: gpu}, {type: cpu, cpu_bytes_to_use: 1GiB}, {type: s3, bucket: kv-cache, %s}]"
     plan, problems = plan_stack(build_tiers(parse_stack(text % "write_bytes_per_day: 1TiB, expire_days: 2")), PLAIN)
-    assert (plan.tiers[2].capacity_bytes, problems) == (2 << 40, [])
+    assert (plan.tiers[2].capacity_bytes, problems) == (3 << 40, [])
     _, problems = plan_stack(build_tiers(parse_stack(text % "expire_days: 2")), PLAIN)
     assert [problem.path for problem in problems] == ["tiers[2].write_bytes_per_day"]
