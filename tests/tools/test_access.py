@@ -36,9 +36,9 @@ async def test_a_tier_is_kept_out_while_a_root_is_checked_or_changed_but_not_whi
     root = tmp_path / "root"
     await asyncio.to_thread(write, root)
     store(root, Access.CHECK).close()
-    for access in (Access.CHECK, Access.CHANGE):
+    for access, owner in ((Access.CHECK, "a tool that reads it"), (Access.CHANGE, f"process {os.getpid()} on ")):
         held = store(root, access)
-        assert "in use by process" in await opening_refusal(root)
+        assert f"in use by {owner}" in await opening_refusal(root)
         held.close()
         held.close()
     changing = store(root, Access.CHANGE)

@@ -285,7 +285,15 @@ class GuardedFolder(ABC):
             return None
 
     def owner(self) -> str:
-        """The owner that the lock file names, in words. Only for a message: it never fails."""
+        """The holder of the lock that this process cannot have, in words. Only for a message: it never fails.
+
+        The lock file names the last owner, also while tools share the lock.
+        """
+        with suppress(OSError, RootError):
+            return self.live_owner() or "a tool that reads it, such as `kvtier fsck`"
+        return self._recorded_owner_text()
+
+    def _recorded_owner_text(self) -> str:
         owner = self._recorded_owner()
         if owner is None:
             return "another process"
@@ -298,7 +306,7 @@ class GuardedFolder(ABC):
         It takes the lock for an instant, so the opening of a root tries more than once.
         """
         if not self.try_lock(shared=True):
-            return self.owner()
+            return self._recorded_owner_text()
         with self._guard:
             self._unlock()
         return ""

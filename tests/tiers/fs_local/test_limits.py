@@ -280,10 +280,13 @@ DEEP = b"[" * 4000
     ids=range(7),
 )
 def test_a_lock_that_says_nothing_sensible_is_another_process(tmp_path, text):
-    (tmp_path / "lock").write_bytes(text)
-    folder = SlabFolder(str(tmp_path), options(tmp_path))
-    assert folder.enter()
+    owner, folder = (SlabFolder(str(tmp_path), options(tmp_path)) for _ in range(2))
     try:
+        assert owner.enter()
+        assert owner.try_lock()
+        (tmp_path / "lock").write_bytes(text)
+        assert folder.enter()
         assert folder.owner() == "another process"
     finally:
         folder.leave()
+        owner.leave()
