@@ -7,7 +7,6 @@ import pytest
 
 def without_the_question_for_continuation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hits are offered whatever the attention does with a prefix."""
-    from kvtier.engines.vllm import secondary, settings
+    from kvtier.engines.vllm import engine_config
 
-    for module in (settings, secondary):
-        monkeypatch.setattr(module, "continues_after_prefix", lambda config: True)
+    monkeypatch.setattr(engine_config, "continues_after_prefix", lambda config: True)

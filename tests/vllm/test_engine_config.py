@@ -15,11 +15,13 @@ import torch
 from fake_engine import FakeEngine, offloading_config, stack
 from support_protections_engine import without_the_question_for_continuation
 from vllm.config import CacheConfig, KVTransferConfig, ParallelConfig, SchedulerConfig, VllmConfig
+from vllm.config.multimodal import MultiModalConfig
 from vllm.platforms import CpuArchEnum, current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvtier.engines.vllm.engine_config import (
     ENDS_ALONE,
+    NUMBERED_ITEMS,
     WHOLE_PROMPTS,
     continues_after_prefix,
     engine_config,
@@ -157,7 +159,15 @@ def model_config(*, chunks: bool = False, cache: bool = False, mla: bool = False
         enable_chunked_prefill=chunks, max_num_batched_tokens=8192
     )
     config.cache_config = CacheConfig(enable_prefix_caching=cache)
-    config.model_config = SimpleNamespace(max_model_len=4096, use_mla=mla, is_prefix_caching_supported=able)  # type: ignore[assignment]
+    config.model_config = SimpleNamespace(  # type: ignore[assignment]
+        max_model_len=4096, use_mla=mla, is_prefix_caching_supported=able, multimodal_config=None
+    )
+    return config
+
+
+def sees(config: VllmConfig, cache_gb: float) -> VllmConfig:
+    """The same for a model of images, whose processor's cache has a size."""
+    config.model_config.multimodal_config = MultiModalConfig(mm_processor_cache_gb=cache_gb)
     return config
 
 
@@ -200,6 +210,15 @@ def test_where_it_cannot_continue_nothing_is_stored_or_a_hit_and_one_line_says_s
     assert caplog.messages.count(WHOLE_PROMPTS) == 1
 
 
+def test_where_vllm_numbers_images_in_place_of_hashing_them_there_are_no_hits(stacks, root, caplog):
+    """The first image of each process has one key."""
+    assert repeat_hits(root, sees(model_config(chunks=True), cache_gb=0)) == (0, 0)
+    assert caplog.messages.count(NUMBERED_ITEMS) == 1
+    assert repeat_hits(root, sees(model_config(chunks=True), cache_gb=4)) == (3, 3)
+    assert repeat_hits(root, sees(model_config(cache=True), cache_gb=0)) == (0, 6), "what was stored is found"
+    assert caplog.messages.count(NUMBERED_ITEMS) == 1
+
+
 def served(longest: int, connector: str = "OffloadingConnector", prefixes: bool = True) -> Any:
     """The parts of vLLM's configuration that the lines at start are about."""
     return SimpleNamespace(
@@ -211,23 +230,22 @@ def served(longest: int, connector: str = "OffloadingConnector", prefixes: bool 
 
 def test_a_line_at_start_names_what_makes_blocks_shorter_than_the_longest_prompt():
     config = offloading_config({}, factor=4)
-    assert not list(start_lines(config, served(65), keeps_blocks=True))
+    assert not list(start_lines(config, served(65)))
     for longest, prefixes, remedy in (
         (64, True, "set a smaller blocks_per_chunk"),
         (16, True, "set a larger max_model_len"),
         (16, False, "set enable_prefix_caching: true"),
     ):
-        (line,) = start_lines(config, served(longest, prefixes=prefixes), keeps_blocks=True)
+        (line,) = start_lines(config, served(longest, prefixes=prefixes))
         assert line.startswith("nothing comes back: a block of KV cache group 0 has 64 tokens")
         assert line.endswith(remedy)
 
 
 def test_a_line_at_start_names_the_connector_that_stores_the_ends_of_shared_prefixes():
     config = offloading_config({}, group_ids=(0, 1))
-    assert list(start_lines(config, served(4096), keeps_blocks=True)) == [ENDS_ALONE]
-    assert not list(start_lines(config, served(4096, "KVTierConnector"), keeps_blocks=True))
-    assert not list(start_lines(offloading_config({}), served(4096), keeps_blocks=True))
-    assert list(start_lines(config, served(4096), keeps_blocks=False)) == [WHOLE_PROMPTS]
+    assert list(start_lines(config, served(4096))) == [ENDS_ALONE]
+    assert not list(start_lines(config, served(4096, "KVTierConnector")))
+    assert not list(start_lines(offloading_config({}), served(4096)))
 
 
 def test_without_the_question_the_attention_is_given_what_it_cannot_continue(stacks, root, monkeypatch):
@@ -235,12 +253,19 @@ def test_without_the_question_the_attention_is_given_what_it_cannot_continue(sta
     assert repeat_hits(root, model_config(mla=True)) == (3, 3)
 
 
-def test_a_secondary_tier_offers_nothing_either(tiering, tmp_path, caplog):
-    config = model_config(mla=True)
+@pytest.mark.parametrize(
+    ("config", "line"),
+    [
+        (lambda: model_config(mla=True), WHOLE_PROMPTS),
+        (lambda: sees(model_config(chunks=True), cache_gb=0), NUMBERED_ITEMS),
+    ],
+)
+def test_a_secondary_tier_offers_nothing_either(tiering, tmp_path, caplog, config, line):
+    config = config()
     names = tiering.keys(4)
     with tiering.Vllm(tiering.offloading_config(tiering.tier_config(tmp_path / "root"), **named(config))) as vllm:
         vllm.store(names)
         vllm.forget()
         assert vllm.hits(names) == []
         assert vllm.tier.stats().tiers["KVTierFs"].stored == 0
-    assert caplog.messages.count(WHOLE_PROMPTS) == 1
+    assert caplog.messages.count(line) == 1

@@ -18,7 +18,10 @@ WHOLE_PROMPTS = (
     "vLLM computes prompts of this model whole here, because its attention does not continue after a prefix: "
     "kvtier neither loads nor stores blocks"
 )
-
+NUMBERED_ITEMS = (
+    "with enable_prefix_caching: false and mm_processor_cache_gb: 0 vLLM numbers images, sound and video in place of "
+    "hashing them, anew in each process: kvtier neither loads nor stores blocks; change one of the two"
+)
 ENDS_ALONE = (
     "of windows and states this connector keeps the end of each prompt: a prefix that requests share does not come "
     "back, nor does a window of one token more than whole blocks; set kv_connector: KVTierConnector and "
@@ -70,6 +73,21 @@ def _launched_engines(config: VllmConfig) -> int:
     return getattr(config.parallel_config, "elastic_ep_max_dp_size", None) or 1
 
 
+def reason_for_no_blocks(config: VllmConfig | None) -> str:
+    """The line for the log of an engine to which blocks of before are of no use; empty where they are of use."""
+    if not continues_after_prefix(config):
+        return WHOLE_PROMPTS
+    return NUMBERED_ITEMS if config is not None and _numbers_items(config) else ""
+
+
+def _numbers_items(config: VllmConfig) -> bool:
+    """True if the key of a block names the image before it by a number that vLLM's renderer counts."""
+    if config.model_config is None or config.cache_config.enable_prefix_caching:
+        return False
+    multimodal = config.model_config.multimodal_config
+    return multimodal is not None and multimodal.mm_processor_cache_gb == 0
+
+
 def continues_after_prefix(config: VllmConfig | None) -> bool:
     """True if the attention of this engine computes the rest of a prompt after a prefix from a cache.
 
@@ -98,11 +116,9 @@ def _with_subclasses(kind: type[T]) -> Iterator[type[T]]:
         yield from _with_subclasses(each)
 
 
-def start_lines(config: OffloadingConfig, known: VllmConfig | None, keeps_blocks: bool) -> Iterator[str]:
-    """Lines for the log of an engine: blocks that it cannot restore, and the option to set."""
-    if not keeps_blocks:
-        yield WHOLE_PROMPTS
-    if not keeps_blocks or known is None or known.model_config is None:
+def start_lines(config: OffloadingConfig, known: VllmConfig | None) -> Iterator[str]:
+    """Lines for the log of an engine that keeps blocks: those that it cannot restore, and the option to set."""
+    if known is None or known.model_config is None:
         return
     longest, blocks_per_chunk = known.model_config.max_model_len, config.cache.blocks_per_chunk
     too_long = [at for at, group in enumerate(config.groups) if group.tokens_per_block * blocks_per_chunk >= longest]

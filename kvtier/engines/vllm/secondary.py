@@ -32,7 +32,7 @@ from kvtier.engines.engine_memory.transfers import EngineTransfer
 from kvtier.engines.vllm import settings
 from kvtier.engines.vllm.adapters import content_in_keys
 from kvtier.engines.vllm.compat import LOGGER, require_tested
-from kvtier.engines.vllm.engine_config import WHOLE_PROMPTS, continues_after_prefix, engine_config, engine_share
+from kvtier.engines.vllm.engine_config import engine_config, engine_share, reason_for_no_blocks
 from kvtier.engines.vllm.engine_settings import environment_of
 from kvtier.engines.vllm.metrics import Meter, definitions
 from kvtier.engines.vllm.model_code import ModelCode
@@ -127,9 +127,10 @@ class KVTierFs(SecondaryTierManager):  # type: ignore[misc]
         require_tested(config.extra_config)
         known = engine_config(config.engine_id)
         options = engine_part(secondary_options(keys, tier_type, self.backend), *engine_share(config.parallel, known))
-        self._keeps_blocks = continues_after_prefix(known)
-        if not self._keeps_blocks:
-            _log.warning(WHOLE_PROMPTS)
+        no_blocks = reason_for_no_blocks(known)
+        self._keeps_blocks = not no_blocks
+        if no_blocks:
+            _log.warning(no_blocks)
         self.locality = Locality(options.locality) if options.locality is not None else None
         self._ids = GroupIds([group.group_id for group in config.groups])
         self._events = options.enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events

@@ -15,7 +15,7 @@ from kvtier.config import StackConfig, StackOptions, load_stack, parse_stack
 from kvtier.engines.engine_memory.options import RESTART_SECONDS
 from kvtier.engines.engine_release import UNTESTED_KEY
 from kvtier.engines.vllm.compat import LOGGER, engine_version, expedites_loads
-from kvtier.engines.vllm.engine_config import continues_after_prefix, engine_config, start_lines
+from kvtier.engines.vllm.engine_config import engine_config, reason_for_no_blocks, start_lines
 from kvtier.errors import ConfigError
 from kvtier.options import FitsEngine, TierOptions
 from kvtier.tier.registry import discover
@@ -119,11 +119,11 @@ def engine_plan(config: OffloadingConfig) -> EnginePlan:
     group_ids = tuple(group.group_id for group in config.groups)
     gpu = _gpu_options(described).with_known(urgent_lane=_loads_in_step(config.extra_config))
     named = namespace(config, stack.namespace)
-    keeps = continues_after_prefix(known)
-    lines = tuple(start_lines(config, known, keeps))
+    no_use = reason_for_no_blocks(known)
+    lines = (no_use,) if no_use else tuple(start_lines(config, known))
     required = _flag(config.extra_config, REQUIRED_KEY, True)
     reads_only = _flag(config.extra_config, READS_ONLY_KEY, False)
-    return EnginePlan(stack, named, config.engine_id, group_ids, gpu, keeps, lines, required, service, reads_only)
+    return EnginePlan(stack, named, config.engine_id, group_ids, gpu, not no_use, lines, required, service, reads_only)
 
 
 def _check_driver(extra: Mapping[str, Any]) -> None:
