@@ -35,7 +35,7 @@ UNITS = [
         "test_unserved_reasons.py",
     ),
     *("test_release.py", "test_request_hints.py"),
-    *("test_router_events.py", "test_secondary.py", "test_weight_files.py"),
+    *("test_router_events.py", "test_secondary.py", "test_weight_files.py", "test_worker_notes.py"),
 ]
 collect_ignore = [] if HAS_VLLM else [*UNITS, "test_service_upgrade.py"]
 

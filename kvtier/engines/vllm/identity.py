@@ -28,7 +28,7 @@ from kvtier.engines.vllm.engine_settings import settings_files, settings_of
 from kvtier.engines.vllm.model_code import ModelCode
 from kvtier.engines.vllm.weight_files import WeightFiles, moved_references, started_at, weight_files
 from kvtier.errors import ConfigError, ResourceError
-from kvtier.types.dtypes import canonical_dtype
+from kvtier.types.dtypes import AUTO, canonical_dtype
 from kvtier.types.geometry import KVLayout, TensorRef
 from kvtier.types.namespace import Namespace
 
@@ -37,6 +37,7 @@ PLACES = ("_name_or_path",)
 ADDED = (
     *("secondary_weights", "code", "releases", "setting_files"),
     *("environment", "multimodal", "quantization_config", "code_revision"),
+    "states",
 )
 """Fields that a namespace has only where a model or an engine has what they name."""
 UNSURE_MAX = 3
@@ -71,7 +72,7 @@ def worker_note(layout: KVLayout, models: Sequence[nn.Module]) -> str:
             "files": None if files is None else files.to_json(),
             "started": started_at(),
         }
-        known |= settings_of(config) | beside_weights(config, models, files)
+        known |= _states(config, layers) | settings_of(config) | beside_weights(config, models, files)
         if config.lora_config is not None and config.lora_config.lora_dtype not in ("auto", model.dtype):
             known["lora_dtype"] = str(config.lora_config.lora_dtype)
     return json.dumps(known, sort_keys=True)
@@ -115,6 +116,19 @@ def _kind(layer: Any) -> str:
     """The attention that a layer really has: backend, its implementation, and on CPUs the order of K in a block."""
     implementation = type(getattr(layer, "impl", None)).__name__
     return f"{layer.get_attn_backend().get_name()}/{implementation}/{getattr(layer, 'isa', '')}"
+
+
+def _states(config: VllmConfig, layers: Iterable[tuple[str, Any]]) -> dict[str, str]:
+    """The element types of recurrent states, as a field of the namespace. None for those of the KV cache's own type, of
+    which the last may be float32: then the sizes in a page show which."""
+    cache_dtype = str(config.cache_config.cache_dtype)
+    usual = canonical_dtype(str(config.model_config.dtype) if cache_dtype == AUTO else cache_dtype)
+    found = set()
+    for _, layer in layers:
+        dtypes = [canonical_dtype(str(each)) for each in getattr(layer, "get_state_dtype", tuple)()]
+        if {*dtypes[:-1], usual} != {usual} or not {usual, "float32"}.issuperset(dtypes[-1:]):
+            found.add(f"{type(layer).__name__}/{'/'.join(dtypes)}")
+    return {"states": ",".join(sorted(found))} if found else {}
 
 
 def measure(layout: KVLayout, notes: Sequence[str]) -> KVLayout:
