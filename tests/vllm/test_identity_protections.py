@@ -116,7 +116,7 @@ def configuration(folder: Path) -> Any:
         setattr(model, name, None)
     model.multimodal_config = SimpleNamespace()
     load = SimpleNamespace(load_format="auto", download_dir=None)
-    return SimpleNamespace(model_config=model, load_config=load, speculative_config=None)
+    return SimpleNamespace(model_config=model, load_config=load, speculative_config=None, lora_config=None)
 
 
 def namespace_digest(config: Any, model: Any, started: int, confirmation: Confirmation) -> bytes:

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.metadata
+import json
 import os
 import sys
 import time
@@ -14,6 +15,7 @@ import pytest
 from packaging.requirements import Requirement
 from torch import nn
 from vllm import envs
+from vllm.config import LoRAConfig
 
 from kvtier.engines.vllm import engine_settings, model_code
 from kvtier.engines.vllm.engine_settings import ENVIRONMENT, settings_files, settings_of
@@ -152,7 +154,7 @@ def test_code_written_after_the_process_began_is_named(written):
 # -- settings ----------------------------------------------------------------------------------------------------
 
 
-def config(folder: Path, **more: Any) -> Any:
+def config(folder: Path, lora: LoRAConfig | None = None, **more: Any) -> Any:
     model = {
         "model": str(folder),
         "revision": None,
@@ -166,7 +168,8 @@ def config(folder: Path, **more: Any) -> Any:
         "multimodal_config": None,
         "trust_remote_code": False,
     }
-    return SimpleNamespace(model_config=SimpleNamespace(**model | more), load_config=SimpleNamespace(download_dir=None))
+    load = SimpleNamespace(download_dir=None)
+    return SimpleNamespace(model_config=SimpleNamespace(**model | more), load_config=load, lora_config=lora)
 
 
 def images(**more: Any) -> Any:
@@ -216,6 +219,14 @@ def test_arguments_of_the_engine_count(tmp_path, monkeypatch):
         "code_revision",
         "quantization_config",
     }
+
+
+@pytest.mark.parametrize(
+    "given", [{"target_modules": ["o_proj"]}, {"target_modules": []}, {"enable_tower_connector_lora": True}]
+)
+def test_what_of_an_adapter_is_used_counts(tmp_path, given):
+    assert settings_of(config(tmp_path, LoRAConfig(max_lora_rank=32, max_loras=4))) == {}
+    assert settings_of(config(tmp_path, LoRAConfig(**given))) == {"lora": json.dumps(given)}
 
 
 def fill(folder: Path) -> Path:

@@ -56,6 +56,8 @@ LIBRARIES = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "ONEDNN
 """Variables of the libraries below that have products of float32 computed with fewer bits; unset by default."""
 MULTIMODAL = ("mm_processor_kwargs", "media_io_kwargs", "mm_encoder_attn_dtype", "video_pruning_rate")
 """Of the configuration of images, sound and video: what changes that which the model computes with."""
+LORA = ("target_modules", "enable_tower_connector_lora", "enable_moe_shared_loras")
+"""Of the configuration of LoRA: which modules an adapter's files change, and how they are read. Keys hold the files."""
 PROCESSORS = ("*processor*.json", "*feature_extractor*.json", "tekken.json", "*.mvn")
 """Files that say how images, sound and video become what a model computes with. A request's key holds the picture."""
 TEXT_MAX = 512
@@ -76,6 +78,9 @@ def settings_of(config: VllmConfig) -> dict[str, str]:
         given = {name: value for name in MULTIMODAL if (value := getattr(model.multimodal_config, name, None))}
         if given:
             found["multimodal"] = _short(json.dumps(given, sort_keys=True, default=str))
+    adapters = {name: getattr(config.lora_config, name, None) for name in LORA}
+    if given := {name: value for name, value in adapters.items() if value not in (None, False)}:
+        found["lora"] = _short(json.dumps(given, sort_keys=True))
     return found
 
 
