@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.mem_cache.device_pool_info import MambaStateBufferInfo
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolHitPolicy, PoolName, PoolTransfer
+from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 from support_controller import extra_config, publish
 
 from kvtier.engines import engine_release
 from kvtier.engines.sglang import KVTierHiCache
 from kvtier.engines.sglang.compat import RELEASE
+from kvtier.engines.sglang.pools import HostPool
 from kvtier.errors import ConfigError, UsageError
 
 pytestmark = [pytest.mark.sglang, pytest.mark.filterwarnings("ignore")]  # what SGLang warns of is not ours
@@ -53,7 +56,9 @@ def opened(tmp_path) -> Iterator[Open]:
     """Opens a backend over a pool of pages, a pool of states and one of a window."""
     backends: list[KVTierHiCache] = []
 
-    def open_backend(keys: dict[str, Any] | None = None, sides: tuple[str, ...] = (), **changes: Any) -> KVTierHiCache:
+    def open_backend(
+        keys: dict[str, Any] | None = None, sides: tuple[str, ...] = (), states: Any = None, **changes: Any
+    ) -> KVTierHiCache:
         place = {"roots": [str(tmp_path / "kv")], "capacity": "64MiB"}
         if keys and keys.get("type") == "shared_fs":
             place = {"root": str(tmp_path / "shared"), "capacity": "64MiB"}
@@ -61,7 +66,8 @@ def opened(tmp_path) -> Iterator[Open]:
         backends.append(backend)
         backend.register_mem_pool_host(Pool(PAGE))
         for name in sides:
-            backend.register_mem_host_pool_v2(Pool(STATE, 1) if name == "mamba" else Pool(PAGE), PoolName(name))
+            pool = (states or Pool(STATE, 1)) if name == "mamba" else Pool(PAGE)
+            backend.register_mem_host_pool_v2(pool, PoolName(name))
         backend.on_host_pools_registered()
         return backend
 
@@ -197,6 +203,22 @@ def test_pages_of_another_engine_are_never_shared(change, opened, tmp_path):
     keys = {"type": "shared_fs", **change.pop("keys", {})}
     assert opened(keys, **change).batch_exists(names(2)) == 0
     assert opened({"type": "shared_fs"}).batch_exists(names(2)) == 2
+
+
+def states(second: torch.dtype) -> MambaPoolHost:
+    """SGLang's host pool of states, the second of this type."""
+    first = torch.zeros((2, 8, 3, 32), dtype=torch.bfloat16)
+    info = MambaStateBufferInfo(temporal=torch.zeros((2, 8, 4, 16, 16), dtype=second), conv=(first,))
+    return MambaPoolHost(info, 2.0, 0, device_capacity=8, pin_memory=False, layout="page_first")
+
+
+def test_states_of_another_type_and_the_same_size_are_never_shared(opened):
+    keys = {"type": "shared_fs"}
+    write(opened(keys, ("mamba",), states(torch.float16)), "kv", names(2))
+    assert opened(keys, ("mamba",), states(torch.bfloat16)).batch_exists(names(2)) == 0
+    assert opened(keys, ("mamba",), states(torch.float16)).batch_exists(names(2)) == 2
+    usual = {HostPool.of("mamba", states(each)).dtype for each in (torch.bfloat16, torch.float32)}
+    assert usual == {"torch.bfloat16"}, "what was stored before stays theirs"
 
 
 def test_the_contents_of_a_model_folder_tell_weights_apart(opened, tmp_path):

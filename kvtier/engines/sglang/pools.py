@@ -37,7 +37,7 @@ class HostPool:
         page_size = int(pool.page_size)
         pages = int(pool.size) // page_size
         pieces = tuple(_pieces(name, pool, page_size, pages))
-        return cls(name, page_size, pages, pieces, layout, str(pool.dtype))
+        return cls(name, page_size, pages, pieces, layout, _dtype(pool))
 
     @property
     def piece_bytes(self) -> list[int]:
@@ -53,6 +53,13 @@ class HostPool:
             return None
         places: list[int] = (starts // self.page_size).tolist()
         return places
+
+
+def _dtype(pool: Any) -> str:
+    """The type of a pool's elements. That of Mamba's second state is named unless it is the first's, or float32, which
+    shows in the size of a piece."""
+    first, second = str(pool.dtype), str(getattr(pool, "temporal_dtype", pool.dtype))
+    return first if second in (first, str(torch.float32)) else f"{first}/{second}"
 
 
 def _pieces(name: str, pool: Any, page_size: int, pages: int) -> Iterator[Pieces]:
