@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.mem_cache.device_pool_info import MambaStateBufferInfo
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolHitPolicy, PoolName, PoolTransfer
 from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
+from sglang.srt.runtime_context import get_lora
 from support_controller import extra_config, publish
 
 from kvtier.engines import engine_release
@@ -232,6 +234,22 @@ def test_the_contents_of_a_model_folder_tell_weights_apart(opened, tmp_path):
     assert opened(keys).batch_exists(names(1)) == 1
     (folder / "model.safetensors").write_bytes(b"Weights")
     assert opened(keys).batch_exists(names(1)) == 0
+
+
+def test_an_adapter_trained_again_shares_no_pages_with_the_one_before(opened, tmp_path):
+    """SGLang's keys have its name and path."""
+    folder, keys = tmp_path / "adapter", {"type": "shared_fs"}
+    folder.mkdir()
+    adapter = LoRARef(LoRARef.deterministic_id("a", str(folder)), "a", str(folder))
+    publish()
+    with get_lora().override(lora_paths=[adapter]):
+        for content, before in ((b"trained", 0), (b"trained", 1), (b"Trained", 0)):
+            (folder / "adapter_model.safetensors").write_bytes(content)
+            assert opened(keys).batch_exists(names(1)) == before
+            write(opened(keys), "kv", names(1))
+    with get_lora().override(lora_paths=[LoRARef("id", "b", "of/the-hub")]):
+        write(opened(keys), "kv", names(1))
+    assert opened(keys).batch_exists(names(1)) == 1, "what was stored before stays theirs"
 
 
 def test_ranks_with_pages_of_their_own_have_folders_of_their_own(opened, tmp_path):

@@ -94,8 +94,8 @@ SUBFOLDERS = ("audio_tokenizer", "adapters/*", "whisper-large-v3")
 """Folders in which models keep weights that the engine loads beside those: MiMo-Audio, Jina embeddings, Kimi-Audio."""
 REQUIRED = (
     "is required, because {engine} shows a storage backend no weights: name the weights, their quantisation, rope "
-    "scaling, attention backend and code that is not the engine's, and change it when one of them changes; or write "
-    "model_folder, the folder of the weights"
+    "scaling, adapters, attention backend and code that is not the engine's, and change it when one of them changes; "
+    "or write model_folder, the folder of the weights"
 )
 
 
@@ -106,7 +106,7 @@ class IdentifiedOptions(EngineMemoryOptions):
         default="",
         max_length=256,
         description="names all that decides the bytes and that the engine does not tell: weights and their "
-        "quantisation, rope scaling, attention backend; stores with different tags never share a block",
+        "quantisation, rope scaling, adapters, attention backend; stores with different tags never share a block",
     )
     model_folder: str = Field(
         default="",

@@ -5,14 +5,16 @@ Of the keys of `--hicache-storage-backend-extra-config` SGLang's own pass, and k
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from pydantic import Field
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
-from sglang.srt.runtime_context import get_memory, get_parallel
+from sglang.srt.runtime_context import get_lora, get_memory, get_parallel
 
+from kvtier.engines.digests import WEIGHTS, ContentDigests
 from kvtier.engines.engine_memory.options import ServiceOptions, engine_part, read_identified, read_service
 from kvtier.engines.sglang.compat import RELEASE
 from kvtier.engines.sglang.pools import HostPool
@@ -75,6 +77,7 @@ NOT_IN_NAMESPACE = ("model_name", "dp_rank", "enable_storage_metrics", "extra_co
 RANKS = ("tp_rank", "pp_rank", "attn_cp_rank")
 """Ranks whose pages differ. At a service they are in the keys: all ranks have one namespace there."""
 MAIN_POOL = "kv"
+ADAPTER_FILES = (*WEIGHTS, "*.json")
 
 
 def layout_of(pools: Sequence[HostPool]) -> KVLayout:
@@ -92,8 +95,8 @@ def layout_of(pools: Sequence[HostPool]) -> KVLayout:
 def namespace_of(config: HiCacheStorageConfig, options: HiCacheOptions, pools: Sequence[HostPool]) -> Namespace:
     """Everything that identifies the pages of this rank. With MLA all ranks have the same pages.
 
-    Takes as long as reading the weights if `model_folder` names them, the first time. Raises ConfigError for a folder
-    without weights.
+    Takes as long as reading the weights if `model_folder` names them, the first time, and adapters. Raises ConfigError
+    for a folder without weights.
     """
     known = {field.name: str(getattr(config, field.name)) for field in fields(config)}
     for name in (*NOT_IN_NAMESPACE, *(RANKS if options.service else ("tp_rank",) if config.is_mla_model else ())):
@@ -108,15 +111,28 @@ def namespace_of(config: HiCacheStorageConfig, options: HiCacheOptions, pools: S
         extra={
             **known,
             "engine": f"sglang {RELEASE.version}",
-            "kv_cache_dtype": str(_published("kv_cache_dtype")),
+            **_adapters(),
+            "kv_cache_dtype": str(_published(get_memory, "kv_cache_dtype")),
             "pools": ";".join(f"{pool.name},{pool.layout},{pool.dtype},{pool.page_size}" for pool in pools),
         },
     )
 
 
-def _published(name: str) -> Any:
+def _adapters() -> dict[str, str]:
+    """The contents of the adapters of `--lora-paths` in folders of this host, as a field of the namespace: SGLang's
+    keys have their names and paths. One that is loaded later has a new id each time."""
+    named = [
+        (f"{adapter.lora_id}/{file.name}", file)
+        for adapter in _published(get_lora, "lora_paths") or ()
+        for pattern in ADAPTER_FILES
+        for file in Path(adapter.lora_path).glob(pattern)
+    ]
+    return {"adapters": ContentDigests().content(named).digest} if named else {}
+
+
+def _published(part: Callable[[], Any], name: str) -> Any:
     try:
-        return getattr(get_memory(), name)
+        return getattr(part(), name)
     except (AttributeError, ValueError):  # a controller without a server has published nothing
         return ""
 
