@@ -12,14 +12,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from fake_engine import offloading_config
 from packaging.requirements import Requirement
 from torch import nn
 from vllm import envs
 from vllm.config import LoRAConfig
+from vllm.platforms import current_platform
 
 from kvtier.engines.vllm import engine_settings, model_code
 from kvtier.engines.vllm.engine_settings import ENVIRONMENT, settings_files, settings_of
 from kvtier.engines.vllm.model_code import ModelCode
+from kvtier.engines.vllm.secondary import tier_namespace
 
 pytestmark = pytest.mark.engine
 
@@ -48,8 +52,8 @@ def cache(tmp_path, monkeypatch) -> None:
 @pytest.fixture(autouse=True)
 def pinned(monkeypatch) -> None:
     """A vLLM that requires the torch that is installed, as those that are published do."""
-    torch = Requirement(f"torch=={importlib.metadata.version('torch')}")
-    monkeypatch.setattr(model_code, "_requirements", lambda: {"torch": torch})
+    required = Requirement(f"torch=={importlib.metadata.version('torch')}")
+    monkeypatch.setattr(model_code, "_requirements", lambda: {"torch": required})
 
 
 @pytest.fixture
@@ -206,6 +210,14 @@ def test_a_variable_counts_unless_it_is_set_to_its_default(tmp_path, monkeypatch
     monkeypatch.setenv(name, other)
     assert name in settings_of(config(tmp_path))["environment"]
     assert os.environ[name] == other
+
+
+def test_the_fp8_of_a_gpu_counts_where_it_is_not_that_of_others(tmp_path, monkeypatch):
+    """An MI300 reads the bits of an FP8 number as half of what an MI355 wrote."""
+    monkeypatch.setattr(current_platform, "fp8_dtype", lambda: torch.float8_e4m3fnuz)
+    assert settings_of(config(tmp_path)) == {"fp8": "float8_e4m3fnuz"}
+    seen = tier_namespace(offloading_config({}), "weights", 4096).extra
+    assert seen["fp8"] == "float8_e4m3fnuz"
 
 
 def test_arguments_of_the_engine_count(tmp_path, monkeypatch):

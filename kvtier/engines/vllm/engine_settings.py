@@ -9,11 +9,14 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import torch
 from torch import nn
 from vllm import envs
 from vllm.config import ModelConfig, VllmConfig
+from vllm.platforms import current_platform
 
 from kvtier.engines.vllm.weight_files import FileSource, find_place, secondary_sources
+from kvtier.types.dtypes import canonical_dtype
 
 ENVIRONMENT = (
     # Activations, weights or sums are rounded to fewer bits.
@@ -85,13 +88,16 @@ def settings_of(config: VllmConfig) -> dict[str, str]:
 
 
 def environment_of() -> dict[str, str]:
-    """The variables that are not at their defaults, as a field of the namespace."""
+    """The variables that are not at their defaults, and the platform's FP8 where it is not the usual one, as fields of
+    the namespace."""
     found: dict[str, object] = {name: os.environ[name] for name in LIBRARIES if os.environ.get(name)}
     for name in ENVIRONMENT:
         read = envs.environment_variables.get(name)
         if read is not None and name in os.environ and (value := read()) != _default(name, read):
             found[name] = value
-    return {"environment": _short(json.dumps(found, sort_keys=True, default=str))} if found else {}
+    fields = {"environment": _short(json.dumps(found, sort_keys=True, default=str))} if found else {}
+    fp8 = current_platform.fp8_dtype()
+    return fields if fp8 == torch.float8_e4m3fn else fields | {"fp8": canonical_dtype(str(fp8))}
 
 
 def _default(name: str, read: Callable[[], object]) -> object:
