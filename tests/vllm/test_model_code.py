@@ -18,6 +18,7 @@ from packaging.requirements import Requirement
 from torch import nn
 from vllm import envs
 from vllm.config import LoRAConfig
+from vllm.config.multimodal import MultiModalConfig
 from vllm.platforms import current_platform
 
 from kvtier.engines.vllm import engine_settings, model_code
@@ -27,6 +28,9 @@ from kvtier.engines.vllm.secondary import tier_namespace
 
 pytestmark = pytest.mark.engine
 
+SINCE_0_33 = pytest.mark.skipif(
+    "VLLM_ROCM_MUSE_MOE_ONLINE_QUANT" not in envs.environment_variables, reason="vLLM has these variables since 0.33"
+)
 TEXT = """
 from torch import nn
 
@@ -189,8 +193,10 @@ def test_the_defaults_of_vllm_are_in_no_namespace(tmp_path, monkeypatch):
     for name in (*ENVIRONMENT, *engine_settings.LIBRARIES):
         monkeypatch.delenv(name, raising=False)
     assert settings_of(config(tmp_path)) == {}
-    gone_in_0_33 = {"VLLM_ROCM_USE_AITER_FP4_ASM_GEMM"}
-    assert set(ENVIRONMENT) - gone_in_0_33 <= set(envs.environment_variables), "each is a variable of this vLLM"
+    of_one_release = {
+        *("VLLM_ROCM_USE_AITER_FP4_ASM_GEMM", "VLLM_ROCM_MUSE_MOE_ONLINE_QUANT", "VLLM_ROCM_MUSE_MOE_REDUCE_DTYPE")
+    }
+    assert set(ENVIRONMENT) - of_one_release <= set(envs.environment_variables), "each is a variable of this vLLM"
 
 
 @pytest.mark.parametrize(
@@ -199,6 +205,9 @@ def test_the_defaults_of_vllm_are_in_no_namespace(tmp_path, monkeypatch):
         ("VLLM_FLOAT32_MATMUL_PRECISION", "highest", "medium"),
         ("VLLM_CPU_INT4_W4A8", "1", "0"),
         ("VLLM_ROCM_USE_AITER", "False", "True"),
+        ("VLLM_ROCM_FP8_MFMA_PAGE_ATTN", "0", "1"),
+        pytest.param("VLLM_ROCM_MUSE_MOE_ONLINE_QUANT", "", "mxfp4", marks=SINCE_0_33),
+        pytest.param("VLLM_ROCM_MUSE_MOE_REDUCE_DTYPE", "fp32", "bf16", marks=SINCE_0_33),
         ("VLLM_SSM_CONV_STATE_LAYOUT", "SD", "DS"),
         ("VLLM_MLA_DISABLE", "0", "1"),
     ],
@@ -227,6 +236,14 @@ def test_arguments_of_the_engine_count(tmp_path, monkeypatch):
     assert settings_of(config(tmp_path, multimodal_config=resized)) == {
         "multimodal": '{"mm_processor_kwargs": {"size": 3}}'
     }
+    pruned = MultiModalConfig(video_pruning_rate=0.5, video_pruning_method="vidcom2")
+    assert settings_of(config(tmp_path, multimodal_config=pruned)) == {
+        "multimodal": '{"video_pruning_method": "vidcom2", "video_pruning_rate": 0.5}'
+    }
+    pruned.video_pruning_method = "evs"
+    assert settings_of(config(tmp_path, multimodal_config=pruned)) == {"multimodal": '{"video_pruning_rate": 0.5}'}
+    unused = MultiModalConfig(video_pruning_method="vidcom2")
+    assert settings_of(config(tmp_path, multimodal_config=unused)) == {}
     assert set(settings_of(config(tmp_path, code_revision="v2", quantization_config={"bits": 4}))) == {
         "code_revision",
         "quantization_config",

@@ -40,6 +40,9 @@ ENVIRONMENT = (
     "VLLM_ROCM_USE_AITER_FP4_ASM_GEMM",
     "VLLM_ROCM_USE_AITER_FP4BMM",
     "VLLM_ROCM_USE_AITER_FP8BMM",
+    "VLLM_ROCM_FP8_MFMA_PAGE_ATTN",
+    "VLLM_ROCM_MUSE_MOE_ONLINE_QUANT",
+    "VLLM_ROCM_MUSE_MOE_REDUCE_DTYPE",
     # Other kernels, of which some quantise, or sum in an order that does not hang on the batch.
     "VLLM_ROCM_USE_AITER",
     "VLLM_BATCH_INVARIANT",
@@ -59,6 +62,8 @@ LIBRARIES = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "ONEDNN
 """Variables of the libraries below that have products of float32 computed with fewer bits; unset by default."""
 MULTIMODAL = ("mm_processor_kwargs", "media_io_kwargs", "mm_encoder_attn_dtype", "video_pruning_rate")
 """Of the configuration of images, sound and video: what changes that which the model computes with."""
+PRUNING = "evs"
+"""What vLLM prunes the tokens of a video by unless told otherwise."""
 LORA = ("target_modules", "enable_tower_connector_lora", "enable_moe_shared_loras")
 """Of the configuration of LoRA: which modules an adapter's files change, and how they are read. Keys hold the files."""
 PROCESSORS = ("*processor*.json", "*feature_extractor*.json", "tekken.json", "*.mvn")
@@ -79,6 +84,9 @@ def settings_of(config: VllmConfig) -> dict[str, str]:
         found["code_revision"] = str(model.code_revision)
     if model.multimodal_config is not None:
         given = {name: value for name in MULTIMODAL if (value := getattr(model.multimodal_config, name, None))}
+        method = getattr(model.multimodal_config, "video_pruning_method", PRUNING)
+        if "video_pruning_rate" in given and method != PRUNING:
+            given["video_pruning_method"] = method
         if given:
             found["multimodal"] = _short(json.dumps(given, sort_keys=True, default=str))
     adapters = {name: getattr(config.lora_config, name, None) for name in LORA}
