@@ -248,7 +248,7 @@ def test_what_is_not_storable_is_in_no_tier_and_nothing_waits(tmp_path, seed, mo
     """Also where the files change while the workers copy."""
     (tmp_path / "root").mkdir(mode=0o700)
     with FakeEngine(offloading_config(stack(tmp_path / "root", 100)), seed, num_blocks=256) as engine:
-        while_offered = lambda _: when == "copied" and sys._getframe(1).f_code.co_name == "prepare_store"  # noqa: E731
+        while_offered = lambda _: when == "copied" and sys._getframe(1).f_code.co_name != "complete_store"  # noqa: E731
         monkeypatch.setattr(engine.manager._adapters, "storable", while_offered)
         monkeypatch.setattr(engine.manager._adapters, "_used", True)
         engine.patient = when == "copied"

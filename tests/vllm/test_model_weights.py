@@ -12,6 +12,7 @@ import pytest
 import torch
 from fake_engine import FakeEngine, offloading_config, stack
 from torch import nn
+from vllm.v1.kv_offload.base import LookupResult, ScheduleEndContext
 
 from kvtier.engines import digests
 from kvtier.engines.digests import FileDigest, FileState
@@ -108,6 +109,41 @@ def test_weights_loaded_while_copies_are_in_flight(stacks, root, seed):
                 vllm.model.load_weights([float(round_number)] * 8)
         vllm.run()
         assert vllm.wrong == 0
+
+
+@pytest.mark.parametrize("change", ["weights", "a reset"])
+def test_what_a_request_computes_upon_kv_of_before_is_not_stored(stacks, root, seed, change):
+    """Nothing is, until it is preempted and begins anew."""
+    with engine(root, seed) as vllm:
+        running = vllm.add([1, 2, 3, 4])
+        vllm.waiting.remove(running)  # the engine's steps leave it alone: it is in the midst of its prefill
+        begin(vllm, running)
+        vllm.model.load_weights([2.0] * 8) if change == "weights" else vllm.reset()
+        for found in (0, 2):
+            other = vllm.add([5, 6])
+            stacks.eventually(vllm, lambda: not vllm.waiting)
+            assert other.hit == found
+        assert stored(vllm, running) == []
+        begin(vllm, running)
+        assert stored(vllm, running) == running.keys[0]
+
+
+def begin(vllm: FakeEngine, request: Any) -> None:
+    """Look a request's prompt up and schedule it."""
+    until = time.monotonic() + 60
+    while vllm.manager.lookup(request.keys[0][0], request.context) is not LookupResult.MISS:
+        assert time.monotonic() < until
+        vllm.step()
+    vllm.manager.on_schedule_end(ScheduleEndContext([request.context.req_id], ()))
+
+
+def stored(vllm: FakeEngine, request: Any) -> list[bytes]:
+    """The blocks of a request that vLLM is to copy into rows."""
+    until = time.monotonic() + 60
+    while (answer := vllm.manager.prepare_store(request.keys[0], request.context)) is None:
+        assert time.monotonic() < until
+        vllm.step()
+    return list(answer.keys_to_store)
 
 
 def test_until_a_worker_answers_nothing_is_served_or_stored(stacks, root, seed, monkeypatch, caplog):

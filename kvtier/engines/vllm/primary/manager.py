@@ -109,6 +109,7 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         self._begin_step()
         request_id = req_context.req_id
         state = self._scanned[request_id] = self._requests[request_id]
+        state.is_outdated = False
         own = self._ids.to_kvtier(key)
         if state.request is None:
             self._begin_request(req_context, state)
@@ -189,13 +190,11 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
             self._announce(req_context, state)
         if self._driver.will_serve and self._may_wait(req_context.req_id):
             return None
-        wanted = self._stores and self._driver.serves and self._adapters.storable(req_context.req_id)
-        offered = [self._ids.to_kvtier(key) for key in keys] if wanted else []
-        new, room = self._driver.storable(state.request, offered)
+        new, room = self._storable(keys, req_context.req_id, state)
         if len(new) > room and not self._in_step:
             # vLLM 0.33 ends a step after its stores. Without lookups nothing was recorded since the step before.
             self._turn()
-            new, room = self._driver.storable(state.request, offered)
+            new, room = self._storable(keys, req_context.req_id, state)
         if len(new) > room:
             if not room or self._may_wait(req_context.req_id):
                 return None
@@ -208,6 +207,13 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
             self._hints.stored(req_context.req_id, stored)
         spec = rows_spec(groups, self._num_groups, self._driver.name(placed))
         return PrepareStoreOutput([self._ids.to_vllm(key) for key in stored], spec, [])
+
+    def _storable(
+        self, keys: Collection[OffloadKey], request_id: str, state: RequestState
+    ) -> tuple[list[OffloadKey], int]:
+        """(the keys that are to be stored, in order; how many rows can be had now)."""
+        wanted = self._stores and self._driver.serves and not state.is_outdated and self._adapters.storable(request_id)
+        return self._driver.storable(state.request, [self._ids.to_kvtier(key) for key in keys] if wanted else [])
 
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         """Every worker has ended. `success` is not what says which rows are complete."""
@@ -346,10 +352,12 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         self._on_reset()
 
     def _on_reset(self) -> None:
-        """Forget all leases: they are void."""
+        """Forget all leases: they are void. What was computed so far is no base for what is stored from now on."""
         for request_id in list(self._reserved):
             self._end_leases(request_id)
         self._scanned.clear()
+        for state in self._requests.values():
+            state.is_outdated = True
 
     def on_reset_flushed(self) -> None:
         """The workers have ended every copy from before the last reset. Called by vLLM 0.33."""

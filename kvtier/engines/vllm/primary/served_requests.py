@@ -143,7 +143,8 @@ class RequestState:
     `request` is that of the stack from the first lookup on, `announced` how many of its keys the stack was given.
     `from_below` are the keys that were not in a row at their first lookup: vLLM reports them as disk hits. `pending`
     are those that were answered with HIT_PENDING. `groups` are those with a block that was found, `loaded` is True once
-    blocks are loaded.
+    blocks are loaded. `is_outdated`: a reset came since its last lookup, so what it computes is not stored until it
+    begins anew.
     """
 
     keys: dict[OffloadKey, None] = field(default_factory=dict)
@@ -157,6 +158,7 @@ class RequestState:
     announced: int = 0
     groups: set[int] = field(default_factory=set)
     loaded: bool = False
+    is_outdated: bool = False
     _last: dict[int, int] = field(default_factory=dict)
 
     def found(self, key: OffloadKey, result: LookupResult) -> None:
