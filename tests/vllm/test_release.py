@@ -6,6 +6,7 @@ The order of calls of 0.33 is driven here whatever is installed; only its new cl
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import inspect
 import threading
 import time
@@ -25,6 +26,7 @@ from kvtier.engines.vllm import KVTierFs, KVTierSpec
 from kvtier.engines.vllm.compat import require_supported
 from kvtier.engines.vllm.primary import worker
 from kvtier.engines.vllm.primary.manager import KVTierManager
+from kvtier.engines.vllm.settings import engine_plan
 from kvtier.errors import ConfigError, ResourceError
 from kvtier_gpu.engines import host_memory
 from kvtier_gpu.engines.host_memory import HostMemoryEngine
@@ -256,3 +258,11 @@ def test_keys_of_the_stack_process_are_checked(root):
             KVTierSpec(offloading_config(stack(root, 8), extra=extra))
     for extra in ({}, {"driver": "process"}, {"required": True}, {"required": False}):
         KVTierSpec(offloading_config(stack(root, 8), extra=extra))
+
+
+def test_an_unknown_key_beside_a_service_alone_is_refused_by_name():
+    config = offloading_config({})
+    alone = {"spec_name": "KVTierSpec", "service": "/run/kvtier/a.sock"}
+    assert engine_plan(dataclasses.replace(config, extra_config=alone)).service
+    with pytest.raises(ConfigError, match="read_only: is no key of kv_connector_extra_config"):
+        engine_plan(dataclasses.replace(config, extra_config=alone | {"read_only": True}))

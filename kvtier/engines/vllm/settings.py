@@ -110,7 +110,7 @@ def engine_plan(config: OffloadingConfig) -> EnginePlan:
     """
     _check_parallel(config)
     known = engine_config(config.engine_id)
-    _check_driver(config.extra_config)
+    _check_keys(config.extra_config)
     service = _service(config.extra_config)
     described = None if service and "stack" not in config.extra_config else _stack_config(config)
     stack = StackOptions(close_timeout_seconds=CLOSE_SECONDS)
@@ -126,8 +126,10 @@ def engine_plan(config: OffloadingConfig) -> EnginePlan:
     return EnginePlan(stack, named, config.engine_id, group_ids, gpu, not no_use, lines, required, service, reads_only)
 
 
-def _check_driver(extra: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a configuration that names a driver which is gone."""
+def _check_keys(extra: Mapping[str, Any]) -> None:
+    """Raise ConfigError for an unknown key, or a driver which is gone."""
+    if unknown := sorted(set(extra) - KEYS):
+        raise ConfigError(f"is no key of kv_connector_extra_config; known are {', '.join(sorted(KEYS))}", unknown[0])
     if extra.get(DRIVER_KEY, "process") != "process":
         raise ConfigError("is gone: the stack is always in a process of its own; leave the key out", DRIVER_KEY)
 
@@ -184,9 +186,6 @@ def _stack_config(config: OffloadingConfig) -> StackConfig:
     """The stack an operator named or wrote into `kv_connector_extra_config`."""
     extra: Mapping[str, Any] = config.extra_config
     blocks_per_chunk = config.cache.blocks_per_chunk
-    unknown = sorted(set(extra) - KEYS)
-    if unknown:
-        raise ConfigError(f"is no key of kv_connector_extra_config; known are {', '.join(sorted(KEYS))}", unknown[0])
     stack = extra.get("stack")
     if isinstance(stack, str):
         described = load_stack(stack)
