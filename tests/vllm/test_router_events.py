@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from errno import EIO
 from typing import Any
 
@@ -14,7 +15,11 @@ from test_contract import words
 
 from kvtier.control.flow.load_or_compute import LoadOrCompute
 from kvtier.engines.vllm.primary import client_driver, router_events
+from kvtier.engines.vllm.primary.client_driver import ReachableBlocks
+from kvtier.types import events
 from kvtier.types.jobs import JobResult, TransferJob, failed
+from kvtier.types.keys import CPU as ROWS
+from kvtier.types.keys import OffloadKey, make_key
 
 pytestmark = pytest.mark.engine
 
@@ -286,3 +291,35 @@ def test_many_blocks_of_a_process_that_has_ended_are_taken_back_in_parts(stacks,
             engine.step()
             left.append(sum(count for counts in router.counts.values() for count in counts.values()))
         assert [count for count in left if count < 46] == [36, 26, 16, 6, 0]
+
+
+def test_events_that_come_all_the_time_do_not_wait_ever_longer():
+    """Of 2,000 keys in each step, for 200 steps."""
+    blocks = ReachableBlocks()
+    for step in range(200):
+        published(blocks, [events.OffloadingEvent(keys(2000, step), ROWS, False, "cpu")])
+    steps = 1
+    while blocks.has_more:
+        published(blocks)
+        steps += 1
+    assert steps < 5
+
+
+def test_many_events_at_once_are_published_in_parts():
+    blocks = ReachableBlocks()
+    many = [events.OffloadingEvent(keys(10_000), ROWS, False, "cpu")]
+    assert published(blocks, many) == client_driver.KEYS_AT_ONCE
+    while blocks.has_more:
+        assert published(blocks) <= client_driver.KEYS_AT_ONCE
+
+
+def keys(count: int, part: int = 0) -> tuple[OffloadKey, ...]:
+    return tuple(make_key((part * count + number).to_bytes(32, "big"), 0) for number in range(count))
+
+
+def published(blocks: ReachableBlocks, came: Sequence[events.OffloadingEvent] = ()) -> int:
+    """The keys that a step publishes, before which these events came."""
+    for given in (came, ()):  # a step has two turns
+        blocks.begin_turn()
+        blocks.record(given)
+    return sum(len(event.keys) for event in blocks.take())

@@ -52,7 +52,7 @@ seconds in all."""
 REACHABLE_MAX = 1 << 20
 """Blocks of a tier that are remembered as reachable, where vLLM publishes events; each takes about 120 bytes."""
 KEYS_AT_ONCE = 512
-"""Keys of events published in one turn, at most. Each takes vLLM about 8 us."""
+"""Keys of events published in one turn, unless ever more come. Each takes vLLM about 8 us."""
 FORGOTTEN_TURNS = 16
 """Turns after a reset, two a step, after which workers have ended all copies of before: vLLM has two steps in flight,
 and has them wait for those copies in the first one."""
@@ -426,14 +426,15 @@ class ReachableBlocks:
     def __init__(self) -> None:
         self.has_more = False
         self.in_rows: Collection[OffloadKey] = ()
-        self._left = KEYS_AT_ONCE
+        self._left, self._times = KEYS_AT_ONCE, 1
+        self._waiting = self._waited = 0
         self._events: deque[OffloadingEvent] = deque()
         self._blocks: dict[tuple[str, Medium], dict[OffloadKey, None]] = {}
 
     def record(self, events: Iterable[OffloadingEvent]) -> None:
         """Keep events. Beyond `REACHABLE_MAX` blocks of a tier the oldest are not removed by `clear`."""
         for event in events:
-            self._events.append(event)
+            self._append(event)
             blocks = self._blocks.setdefault((event.tier, event.medium), {})
             if event.medium == CPU:
                 self.in_rows = blocks
@@ -449,9 +450,13 @@ class ReachableBlocks:
         """No block is reachable any more, in any tier."""
         for (tier, medium), blocks in self._blocks.items():
             if blocks:
-                self._events.append(OffloadingEvent(tuple(blocks), medium, True, tier))
+                self._append(OffloadingEvent(tuple(blocks), medium, True, tier))
         self._blocks.clear()
         self.in_rows = ()
+
+    def _append(self, event: OffloadingEvent) -> None:
+        self._events.append(event)
+        self._waiting += len(event.keys)
 
     def elsewhere(self, event: OffloadingEvent) -> list[OffloadingEvent]:
         """The blocks of an event that another lower tier has, as removed and stored."""
@@ -464,10 +469,14 @@ class ReachableBlocks:
 
     def begin_turn(self) -> None:
         """Begin a turn, in which `take` may return as much as in the one before."""
-        self._left = KEYS_AT_ONCE
+        self._left = KEYS_AT_ONCE * self._times
 
     def take(self) -> list[OffloadingEvent]:
-        """The next events, of `KEYS_AT_ONCE` keys in a turn at most: each takes the engine's thread some time."""
+        """The next events, of `KEYS_AT_ONCE` keys in a turn: each takes the engine's thread some time.
+
+        When a call leaves some and the next one more, as many come all the time: it is twice as many from then on,
+        until none is left.
+        """
         taken = []
         while self._events and self._left:
             event = self._events.popleft()
@@ -475,8 +484,14 @@ class ReachableBlocks:
                 self._events.appendleft(replace(event, keys=event.keys[self._left :]))
                 event = replace(event, keys=event.keys[: self._left])
             self._left -= len(event.keys)
+            self._waiting -= len(event.keys)
             taken.append(event)
         self.has_more = bool(self._events)
+        if not self.has_more:
+            self._times = 1
+        elif self._waiting > self._waited > 0:
+            self._times *= 2
+        self._waited = self._waiting
         return taken
 
 
