@@ -9,14 +9,14 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from fake_engine import PAGE, FakeEngine, content, offloading_config, stack
+from fake_engine import PAGE, FakeEngine, Request, content, offloading_config, stack
 from support_following import FollowingLRU
 from support_served_stacks import ServedStacks
 from support_valkey import valkey_server
 from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec, ScheduleEndContext, make_offload_key
 
 from kvtier.engines.vllm import KVTierSpec
-from kvtier.engines.vllm.primary import worker
+from kvtier.engines.vllm.primary import manager, worker
 from kvtier.engines.vllm.primary.served_requests import ServedRequest
 from kvtier.engines.vllm.settings import engine_plan
 from kvtier.errors import ConfigError
@@ -302,7 +302,7 @@ def test_policies_that_follow_requests_are_given_prompts_and_output_lengths(stac
     with FakeEngine(offloading_config(described), seed) as engine:
         requests = [engine.add(words(rng)) for _ in range(3)]
         for number, request in enumerate(requests):
-            request.context.set_state(ServedRequest(SimpleNamespace(num_output_tokens=100 + number), 0.0))
+            request.context.set_state(ServedRequest(vllms_request(100 + number), 0.0))
         engine.run()
         model = stacks.calls(engine, "end", len(requests))
     begun = {stacks.of_engine(use.request_id): len(use.keys) for use in model.uses if use.group == 0}
@@ -320,15 +320,57 @@ def test_policies_that_follow_requests_are_given_the_blocks_of_the_output_once(
     described["tiers"][0]["policy"] = "following"
     with FakeEngine(offloading_config(described, group_ids=group_ids), seed) as engine:
         request = engine.add([1, 2, 3])
-        manager, context = engine.manager, request.context
-        manager.lookup(request.keys[0][0], context)
+        context = request.context
+        engine.manager.lookup(request.keys[0][0], context)
         grown = [[make_offload_key(bytes([block]) * 32, group) for group in group_ids] for block in range(3)]
         for number, keys in enumerate(grown[:1] + grown):
             for key in keys:
                 context.set_offload_key_position(key, (4 + number) * 16)
-            manager.prepare_store([], context)
-        names = [[manager._ids.to_kvtier(key) for key in keys] for keys in grown]
+            engine.manager.prepare_store([], context)
+        names = [[engine.manager._ids.to_kvtier(key) for key in keys] for keys in grown]
         engine.run()
         model = stacks.calls(engine, "extend", len(names) * len(group_ids))
     by_group = [(context.req_id, group, [keys[group]]) for keys in names for group in range(len(group_ids))]
     assert [(stacks.of_engine(name), *more) for name, *more in model.told("extend")] == by_group
+
+
+def vllms_request(output_tokens: int = 0, *, finished: bool = False) -> SimpleNamespace:
+    return SimpleNamespace(num_output_tokens=output_tokens, is_finished=lambda: finished)
+
+
+def offered(engine: FakeEngine, request: Request, first: int = 0, rows: int | None = None) -> int | None:
+    """How many of four blocks vLLM is to copy into rows, of which so many can be had; None: it offers them again."""
+    storable = engine.manager._driver.storable
+    with pytest.MonkeyPatch.context() as patched:
+        if rows is not None:
+            patched.setattr(engine.manager._driver, "storable", lambda *given: (storable(*given)[0], rows))
+        answer = engine.manager.prepare_store(request.keys[0][first : first + 4], request.context)
+    return None if answer is None else len(answer.keys_to_store)
+
+
+def begun(stacks: ServedStacks, engine: FakeEngine, words: list[int]) -> Request:
+    """A request that the engine's steps leave alone, with rows lent to the engine."""
+    request = engine.add(words)
+    engine.waiting.remove(request)
+    engine.manager.lookup(request.keys[0][0], request.context)
+    stacks.eventually(engine, lambda: engine.manager._driver._core.room >= len(words))
+    return request
+
+
+def test_each_store_of_a_request_may_wait_for_its_rows(stacks, root, seed, monkeypatch):
+    monkeypatch.setattr(manager, "PATIENCE_SECONDS", 0.5)
+    with FakeEngine(offloading_config(stack(root, 100)), seed) as engine:
+        request = begun(stacks, engine, list(range(8)))
+        refused = time.monotonic()
+        assert offered(engine, request, rows=2) is None
+        assert offered(engine, request) == 4
+        stacks.eventually(engine, lambda: time.monotonic() > refused + 0.5)
+        assert offered(engine, request, first=4, rows=2) is None, "it waits anew"
+        stacks.eventually(engine, lambda: offered(engine, request, first=4, rows=2) == 2)
+
+
+def test_the_last_offer_of_a_request_that_has_finished_takes_the_rows_there_are(stacks, root, seed):
+    with FakeEngine(offloading_config(stack(root, 100)), seed) as engine:
+        request = begun(stacks, engine, [1, 2, 3, 4])
+        request.context.set_state(ServedRequest(vllms_request(finished=True), 0.0))
+        assert offered(engine, request, rows=3) == 3

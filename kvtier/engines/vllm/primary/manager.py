@@ -183,12 +183,13 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         """Rows for the blocks that have none, in the order of the keys; None while too few are free.
 
         vLLM does not offer a block again that was left out. So a store waits for all its rows, but for a second at
-        most. After that it takes the rows there are, for the front of the prefix.
+        most, and not where the request has finished: that is offered once. Then it takes the rows there are, for the
+        front of the prefix.
         """
         state = self._requests[req_context.req_id]
         if self._follows:
             self._announce(req_context, state)
-        if self._driver.will_serve and self._may_wait(req_context.req_id):
+        if self._driver.will_serve and self._may_wait(req_context, state):
             return None
         new, room = self._storable(keys, req_context.req_id, state)
         if len(new) > room and not self._in_step:
@@ -196,9 +197,11 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
             self._turn()
             new, room = self._storable(keys, req_context.req_id, state)
         if len(new) > room:
-            if not room or self._may_wait(req_context.req_id):
+            if not room or self._may_wait(req_context, state):
                 return None
             new = new[:room]
+        elif new:
+            state.refused_since = None
         placed = self._driver.begin_store(self._groups(new), self._adapters.used) if new else None
         groups = placed.gpu_groups if placed is not None else ()
         stored = [key for group in groups for key in group.keys]
@@ -222,8 +225,11 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         self._driver.end_store(stored, reason)
         self._events.unsure(stored)
 
-    def _may_wait(self, request_id: str) -> bool:
-        state, now = self._requests[request_id], time.monotonic()
+    @staticmethod
+    def _may_wait(req_context: ReqContext, state: RequestState) -> bool:
+        served, now = req_context.get_state(ServedRequest), time.monotonic()
+        if served is not None and served.request.is_finished():
+            return False
         if state.refused_since is None:
             state.refused_since = now
         return now < state.refused_since + PATIENCE_SECONDS
