@@ -7,6 +7,7 @@ import threading
 import time
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from fake_engine import PAGE, FakeEngine, Request, content, offloading_config, stack
@@ -334,8 +335,9 @@ def test_policies_that_follow_requests_are_given_the_blocks_of_the_output_once(
     assert [(stacks.of_engine(name), *more) for name, *more in model.told("extend")] == by_group
 
 
-def vllms_request(output_tokens: int = 0, *, finished: bool = False) -> SimpleNamespace:
-    return SimpleNamespace(num_output_tokens=output_tokens, is_finished=lambda: finished)
+def vllms_request(output_tokens: int = 0, *, finished: bool = False, **more: Any) -> SimpleNamespace:
+    about = {"priority": 0, "cache_salt": None, "session_id": None, "num_output_tokens": output_tokens}
+    return SimpleNamespace(is_finished=lambda: finished, **about, **more)
 
 
 def offered(engine: FakeEngine, request: Request, first: int = 0, rows: int | None = None) -> int | None:
@@ -374,3 +376,27 @@ def test_the_last_offer_of_a_request_that_has_finished_takes_the_rows_there_are(
         request = begun(stacks, engine, [1, 2, 3, 4])
         request.context.set_state(ServedRequest(vllms_request(finished=True), 0.0))
         assert offered(engine, request, rows=3) == 3
+
+
+def test_a_request_that_the_gpus_own_cache_serves_keeps_no_rows(stacks, root, seed):
+    """Its blocks are asked for when it comes. It may decode for long."""
+    with FakeEngine(offloading_config(stack(root, 100)), seed) as engine:
+        engine.add([1, 2, 3, 4])
+        engine.run()
+        request = engine.add([1, 2, 3, 4])
+        engine.waiting.remove(request)
+        served = vllms_request(block_hashes=[key[:-4] for key in request.keys[0]], num_prompt_tokens=64)
+        request.context.set_state(ServedRequest(served, 0.0))
+        engine.manager.on_new_request(request.context)
+        found = engine.manager._requests[request.context.req_id].request
+        stacks.eventually(engine, lambda: len(found.leased) == 4)
+        assert pinned(stacks, engine) == 4
+        engine.manager.on_schedule_end(ScheduleEndContext([request.context.req_id], ()))
+        stacks.eventually(engine, lambda: not pinned(stacks, engine))
+        assert found.present >= set(request.keys[0]), "none is stored again"
+
+
+def pinned(stacks: ServedStacks, engine: FakeEngine) -> int:
+    """Rows with a block that may not be evicted."""
+    tier = stacks.control(engine).cpu
+    return int(stacks.call(engine, lambda: sum(bool(tier.table.pins[row]) for row in tier.directory.values())))

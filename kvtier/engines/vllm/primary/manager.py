@@ -263,10 +263,10 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         """
         if self._prefills is not None:
             self._prefills.step(context.new_req_ids, context.preempted_req_ids)
-        for request_id in context.new_req_ids:
-            self._end_leases(request_id)
         if self._scanned or self._reserved:
             self._reserve_scanned()
+        for request_id in context.new_req_ids:  # their loads have leases of their own
+            self._end_leases(request_id)
         if self._driver.end_step():
             self._on_reset()
         self._in_step = False
@@ -300,8 +300,9 @@ class KVTierManager(OffloadingManager):  # type: ignore[misc]
         self._reserved[request_id] = state.request
 
     def _end_leases(self, request_id: str) -> None:
-        if request_id in self._reserved:
-            self._reserved.pop(request_id).release()
+        self._reserved.pop(request_id, None)
+        if request_id in self._requests and (request := self._requests[request_id].request) is not None:
+            request.release()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """No further lookups come for this request; copies in flight go on."""
