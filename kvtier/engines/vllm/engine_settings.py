@@ -63,7 +63,7 @@ LIBRARIES = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "ONEDNN
 MULTIMODAL = ("mm_processor_kwargs", "media_io_kwargs", "mm_encoder_attn_dtype", "video_pruning_rate")
 """Of the configuration of images, sound and video: what changes that which the model computes with."""
 PRUNING = "evs"
-"""What vLLM prunes the tokens of a video by unless told otherwise."""
+"""The method of vLLM where none is given."""
 LORA = ("target_modules", "enable_tower_connector_lora", "enable_moe_shared_loras")
 """Of the configuration of LoRA: which modules an adapter's files change, and how they are read. Keys hold the files."""
 PROCESSORS = ("*processor*.json", "*feature_extractor*.json", "tekken.json", "*.mvn")
