@@ -8,7 +8,14 @@ import re
 from kvtier.errors import RootError
 from kvtier.tier.stack_files import MODEL_FILE
 from kvtier_fs.format.region_header import REGIONS_PER_FILE, RegionPlan, decode_region_header
-from kvtier_fs.format.superblock import SUPERBLOCK_BYTES, Superblock, decode_superblock, foreign_version, write_order
+from kvtier_fs.format.superblock import (
+    COPY_BYTES,
+    SUPERBLOCK_BYTES,
+    Superblock,
+    decode_superblock,
+    foreign_version,
+    write_order,
+)
 from kvtier_fs.io.syscalls import fallocate, overwrites_in_place
 from kvtier_fs.options import RootOptions
 from kvtier_fs.roots.disk import unknown_version
@@ -66,7 +73,11 @@ class SlabFolder(GuardedFolder):
                 self.path, "its lock file was removed or replaced, so its superblock is not written; restart this one"
             )
         with self.opened(SUPERBLOCK_NAME) as fd:
-            for at in write_order(os.pread(fd, SUPERBLOCK_BYTES, 0)):
+            try:
+                order = write_order(os.pread(fd, SUPERBLOCK_BYTES, 0))
+            except OSError:  # a copy that cannot be read may be written all the same
+                order = [0, COPY_BYTES]
+            for at in order:
                 self.write_at(fd, copy, at)
                 self.sync(fd)
             self.sync(self.fd)

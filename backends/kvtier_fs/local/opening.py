@@ -122,14 +122,14 @@ def first_epoch(stored: Iterable[Superblock | None], namespace: bytes, new_epoch
     what others state. Without others, a table that forgot the namespace counts as well: what it forgot may have been
     reset while a root that lists it was away. An epoch beyond what can be counted from is none."""
     blocks = [block for block in stored if block is not None]
-    stated = [epoch for block in blocks if (epoch := block.listed_epoch(namespace)) is not None and is_usable(epoch)]
-    if new_epoch is None:
-        floors = [block.floor_epoch for block in blocks if block.listed_epoch(namespace) is None]
-        if not all(map(is_usable, floors)):
-            return fresh_epoch()
-        stated += floors
-        new_epoch = fresh_epoch() if blocks else 0
-    return max(stated, default=new_epoch)
+    listed = [epoch for block in blocks if (epoch := block.listed_epoch(namespace)) is not None]
+    stated = list(filter(is_usable, listed))
+    if new_epoch is not None:
+        return max(stated, default=new_epoch)
+    floors = [block.floor_epoch for block in blocks if block.listed_epoch(namespace) is None]
+    if (listed and not stated) or not all(map(is_usable, floors)):
+        return fresh_epoch()
+    return max([*stated, *floors], default=0)
 
 
 async def begin_session(root: Root, session: RootSession, random_bytes: Callable[[int], bytes]) -> str:

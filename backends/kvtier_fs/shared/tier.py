@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from kvtier.aio.shielded_wait import shielded_wait
 from kvtier.errors import RootError, UsageError
@@ -40,6 +40,7 @@ class FolderEpoch(SharedEpoch):
         super().__init__(self._read_file, self._swap_file)
         self._root = root
         self._namespace = namespace
+        self._resets: dict[int, asyncio.Task[None]] = {}
 
     async def begin(self, new_epoch: int) -> bool:
         """Begin as `SharedEpoch` does. A file that states none may have stated a reset: then the namespace begins a new
@@ -51,13 +52,13 @@ class FolderEpoch(SharedEpoch):
     async def read_epoch(self, epoch: int, storing: bool) -> int | None:
         """The epoch that the root states now, None if nothing it states counts. Raises OSError.
 
-        Before a store `epoch` is written again if it is not durable yet; None if that fails. A cancellation waits until
-        it is.
+        Before a store `epoch` is written again if it is not durable yet; None if that fails. That goes on when the call
+        is cancelled, once for all stores that wait for it.
         """
         self.now = max(self.now, epoch)
         if storing and epoch > self.raised:
             try:
-                await shielded_wait(self.reset(epoch))
+                await asyncio.shield(self._reset_once(epoch))
             except OSError:
                 self._root.counters["reset.failed"] += 1
                 return None
@@ -65,6 +66,14 @@ class FolderEpoch(SharedEpoch):
         if stated is None or stated < self.raised:
             self.leave()
         return None if self.has_left else stated
+
+    def _reset_once(self, epoch: int) -> asyncio.Task[None]:
+        """A reset of this epoch: the one that is under way, if there is one."""
+        if epoch not in self._resets:
+            self._resets[epoch] = reset = asyncio.create_task(self.reset(epoch))
+            reset.add_done_callback(_take_exception)
+            reset.add_done_callback(lambda _: self._resets.pop(epoch))
+        return self._resets[epoch]
 
     async def _read_file(self) -> Marker | None:
         return _marker(await self._root.call(self._root.folder.durable_epoch, self._namespace))
@@ -376,7 +385,7 @@ class SharedFSBackend(RootTier):
         return max(len(stuck), requests)
 
 
-def _take_exception(ended: asyncio.Future[int | None]) -> None:
+def _take_exception(ended: asyncio.Future[Any]) -> None:
     """Take what it raised, so that asyncio does not log it: each block that waits for it has it."""
     if not ended.cancelled():
         ended.exception()

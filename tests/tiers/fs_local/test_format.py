@@ -211,6 +211,7 @@ def test_an_epoch_that_cannot_be_counted_from_is_none_and_costs_no_other_namespa
     begun = first_epoch([root], b"n" * 16, None)
     assert OPENINGS_FROM <= begun < EPOCH_CEILING
     assert first_epoch([root], b"n" * 16, 3) == 3
+    assert OPENINGS_FROM <= first_epoch([root, block()], b"n" * 16, None) < EPOCH_CEILING
     after = decode_superblock(encode_superblock(root.with_epoch(b"n" * 16, begun)) * 2)
     assert after is not None
     assert (after.epoch(b"n" * 16), after.epoch(b"o" * 16)) == (begun, 5)

@@ -7,6 +7,7 @@ import errno
 import os
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 from support_files import account_is_true, block_files, open_files, options, temporaries
@@ -288,6 +289,10 @@ class FrozenFolder(TreeFolder):
         self.thawed.wait()
         return super().epoch(namespace)
 
+    def durable_epoch(self, namespace):
+        self.thawed.wait()
+        return super().durable_epoch(namespace)
+
     def leave(self):
         self.thawed.wait()
         super().leave()
@@ -329,6 +334,25 @@ async def test_late_blocks_of_a_frozen_file_system_leave_nothing_behind(tmp_path
         finally:
             frozen.thawed.set()
         assert await tier.store(names) == [STORED] * 4
+
+
+async def test_late_blocks_behind_a_reset_of_a_frozen_file_system_leave_one_task(tmp_path):
+    names = keys(4)
+    async with open_files(options(tmp_path / "root", io_threads=1), hooks=FilesHooks(folder=FrozenFolder)) as tier:
+        before, frozen = asyncio.all_tasks(), tier.backend._root.folder
+        frozen.thawed.clear()
+        epoch = tier.backend._epoch.now + 1
+        try:
+            for row, key in enumerate(names):
+                tier.fill(row, key)
+            for _ in range(3):
+                job = replace(tier.job(JobKind.STORE, names, time.monotonic() + 0.3), epoch=epoch)
+                assert flat(await tier.backend.store(job)) == [LATE] * 4
+            await until(lambda: len(asyncio.all_tasks() - before) == 1)
+        finally:
+            frozen.thawed.set()
+        await until(lambda: asyncio.all_tasks() == before)
+        assert tier.backend._epoch.raised == epoch
 
 
 async def test_close_closes_no_folder_under_a_call_that_works_in_it(tmp_path, monkeypatch):
