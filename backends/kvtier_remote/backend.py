@@ -180,8 +180,12 @@ class RemoteBackend(LoadStore):
             await self._evictions.close()
         if self._lease is not None:
             await self._lease.close()
-        used = [one for one in (self._transport, self._hedged, self._budget) if one is not None]
-        stuck = sum(await asyncio.gather(*(one.close(self.options.close_timeout_seconds / 2) for one in used)))
+        clock, seconds = asyncio.get_running_loop().time, self.options.close_timeout_seconds / 2
+        deadline = clock() + seconds
+        used = [one for one in (self._transport, self._budget) if one is not None]
+        stuck = sum(await asyncio.gather(*(one.close(seconds) for one in used)))
+        if self._hedged is not None:  # after the transport, whose last gets its threads copy into rows
+            stuck += await self._hedged.close(max(0.0, deadline - clock()))
         self.counters["close.stuck"] = stuck
         if stuck:
             _log.warning("%s: %d threads are stuck in requests", self.options.label, stuck)

@@ -5,6 +5,8 @@ import errno
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from kvtier.aio.daemon_pool import DaemonPool, PoolClosed
@@ -49,10 +51,11 @@ class ClientThreads(Generic[Client]):
         self._size = size
         self._connect = connect
         self._reconnect = reconnect or connect
-        self._round = self._silent_in_a_row = 0
+        self._round = self._silent_in_a_row = self._calls = 0
         self._lock = threading.Lock()
         self._idle: list[tuple[int, Client | None]] = []
         self._closed = False
+        self._on_last_call: Callable[[], object] = bool
         self._lateness = lateness or CompletionDelay()
 
     async def open(self) -> None:
@@ -92,6 +95,7 @@ class ClientThreads(Generic[Client]):
             if self._closed:
                 raise _closed()
             number, client = self._idle.pop()  # there are as many as threads
+            self._calls += 1
         try:
             if client is not None and number < self._round:
                 old, client = client, None
@@ -101,6 +105,11 @@ class ClientThreads(Generic[Client]):
             return call(client)
         finally:
             self._give_back(number, client)
+            with self._lock:
+                self._calls -= 1
+                if self._closed and not self._calls:
+                    with suppress(RuntimeError):  # the loop has ended without this call
+                        self._on_last_call()
 
     def renew(self) -> None:
         """Replace each client before its next call."""
@@ -123,14 +132,24 @@ class ClientThreads(Generic[Client]):
             client.close()
 
     async def close(self, timeout_seconds: float) -> int:
-        """Disconnect each client after its last call, and end the threads. Returns how many threads are stuck."""
+        """Disconnect each client after its last call, and end the threads. Returns how many threads are stuck.
+
+        The threads end after all calls: a client that is a process ends with the thread that started it.
+        """
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        deadline = loop.time() + timeout_seconds
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
+            self._on_last_call = partial(loop.call_soon_threadsafe, ended.set)
+            if not self._calls:
+                ended.set()
         for _, client in idle:
             if client is not None:
                 self._pool.submit(client.close)
-        return await self._pool.close(timeout_seconds)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(ended.wait(), timeout_seconds)
+        return await self._pool.close(max(0.0, deadline - loop.time()))
 
 
 def _closed() -> OSError:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,3 +48,30 @@ async def test_a_call_that_was_not_made_says_nothing() -> None:
     with pytest.raises(OSError, match="closed"):
         await one.run(lambda _: None)
     assert lateness.seconds == 0.0
+
+
+async def test_no_thread_ends_before_the_last_call():
+    """A client that is a process of its own ends with the thread that made it, whichever thread has it in use."""
+    goes_on, begun, made = threading.Event(), threading.Event(), list[threading.Thread]()
+    both = threading.Barrier(2)
+
+    class Made(Client):
+        def __init__(self) -> None:
+            super().__init__()
+            both.wait(30)
+            made.append(threading.current_thread())
+
+    def call(client: Made) -> bool:
+        begun.set()
+        goes_on.wait(30)
+        return all(thread.is_alive() for thread in made)
+
+    lane = ClientThreads("lane", 2, Made)
+    await lane.open()
+    running = asyncio.create_task(lane.run(call))
+    await asyncio.to_thread(begun.wait, 30)
+    closing = asyncio.create_task(lane.close(30.0))
+    await asyncio.sleep(0.2)
+    goes_on.set()
+    assert await running
+    assert await closing == 0
