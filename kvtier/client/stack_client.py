@@ -25,7 +25,7 @@ from kvtier.service import wire
 from kvtier.service.channel import Channel
 from kvtier.service.wire import UNKNOWN
 from kvtier.tier.contract import LoadStore, LookupResult
-from kvtier.types.events import OffloadingEvent
+from kvtier.types.events import EventQueue, OffloadingEvent
 from kvtier.types.geometry import Geometry
 from kvtier.types.hints import HintRefusal, HintResult, KVHint
 from kvtier.types.jobs import BlockOutcome, DropReason, JobResult, TransferJob
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 COPIES_SECONDS = 10.0
 """How long closing waits for copies in flight."""
 EVENTS_MAX = 65536
-"""Events that are kept until they are taken; the oldest are dropped."""
+"""Events that are kept until they are taken (`EventQueue`)."""
 LOOKS_NAME = "\0looks"
 """The request of lookups that name none."""
 REFUSALS = {str(each): each for each in HintRefusal}
@@ -53,7 +53,7 @@ class StackClient(SchedulerClient):
         """Connect and be served; `gpu` is the tier that copies. Raises ResourceError, ConfigError as `connect`."""
         self._copied: deque[tuple[JobId, Sequence[BlockOutcome]]] = deque()
         self._copy_ended = EventFD()
-        self.events_lost = 0
+        self.events = EventQueue(EVENTS_MAX)
         self._has_submitted = False
         self._events_begun = False
         self._answered: list[OffloadKey] = []
@@ -113,17 +113,17 @@ class StackClient(SchedulerClient):
         self._forget_answers()
         self._has_submitted = False
         self.turn()
-        core = self.core
-        if len(core.events) > EVENTS_MAX:
-            self.events_lost += sum(len(event.keys) for event in core.events[:-EVENTS_MAX])
-            del core.events[:-EVENTS_MAX]
         results, self.transfers.results = self.transfers.results, []
         return results
 
     def _receive(self) -> None:
         super()._receive()
+        core = self.core
+        for event in core.events:
+            self.events.append(event)
+        core.events = []
         while self._copied:
-            self.core.on_copied_alone(*self._copied.popleft())
+            core.on_copied_alone(*self._copied.popleft())
         self.transfers.advance(time.monotonic())
 
     def wait(self, timeout_seconds: float) -> bool:
@@ -218,8 +218,7 @@ class StackClient(SchedulerClient):
         if self.core.joined and not self._events_begun:
             self._events_begun = True
             self.core.say(wire.AskEvents())
-        found, self.core.events = self.core.events, []
-        return found
+        return self.events.take()
 
     def announce(self, keys: Sequence[OffloadKey]) -> None:
         """Have `take_events` return once more which tiers have these keys."""

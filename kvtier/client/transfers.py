@@ -249,7 +249,7 @@ class Transfers:
             return math.inf
         waiting = [each for each in self._open.values() if each.todo]
         windows = (window.transfer.deadline for window in self._windows)
-        retries = (each.retry_at for each in waiting if each.retry_at > -math.inf and self._rows_left)
+        retries = (each.retry_at for each in waiting if each.retry_at > -math.inf and self._rows_left > 0)
         return min(chain((each.deadline for each in waiting), windows, retries), default=math.inf)
 
     def advance(self, now: float) -> None:

@@ -317,7 +317,7 @@ class ProcessStack(ConnectedStack):
             return self._stats
         from kvtier.stack.watching.stats_socket import stats_from_document
 
-        return stats_from_document(document, client.events_lost)
+        return stats_from_document(document, client.events.lost)
 
     @call_of_stack
     def take_events(self) -> list[OffloadingEvent]:

@@ -343,7 +343,7 @@ def test_an_engine_of_other_weights_is_held_back_by_each_process_that_it_joins()
     core.reset()
     assert not taken(core, wire.HoldBack)
     core.take_in([wire.Joined()])
-    assert [type(item) for item in core.out] == [wire.HoldBack, wire.Reset]
+    assert [type(item) for item in core.out] == [wire.Reset, wire.HoldBack]
 
 
 def test_what_no_tier_was_asked_for_is_asked_for_later() -> None:

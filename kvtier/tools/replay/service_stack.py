@@ -110,7 +110,7 @@ class ServiceStack:
     def stats(self) -> StackStats:
         """Figures of the service since it opened, for all its engines; the last ones where no others come."""
         if document := self._client.figures():
-            self._stats = stats_from_document(document, self._client.events_lost)
+            self._stats = stats_from_document(document, self._client.events.lost)
         return self._stats
 
     async def _step_until(self, done: Callable[[], bool], timeout_seconds: float = float("inf")) -> bool:
