@@ -41,6 +41,7 @@ def options(**given: object) -> ValkeyOptions:
         ({"expire": "0s"}, "write a number with s, m, h or d"),
         ({"expire": 3600}, "write a number with s, m, h or d"),
         ({"request_timeout_seconds": 5}, "must be less than job_timeout_seconds"),
+        ({"request_timeout_seconds": 61, "job_timeout_seconds": 90}, "less than or equal to 60"),
         ({"connections": 0}, "greater than or equal to 1"),
         ({"tls": {"verify": False}}, "ca_file"),
     ],
