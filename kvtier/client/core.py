@@ -439,11 +439,13 @@ class EngineCore:
     def _on_joined(self, item: wire.Joined) -> None:
         self.joined, self.fault, self.follows = not item.fault, item.fault, item.follows
         self.is_new = self.joined
-        if self.joined and self._reset_due:
+        if not self.joined:
+            return
+        if self._reset_due:
             self._reset_due = False
             self._send_reset()
-        if self.joined and self.held_back:  # after the reset, which reaches the lower tiers before they are held back
-            self.out.append(wire.HoldBack(self.held_back))
+        if self.held_back:  # after the reset, which reaches the lower tiers before they are held back
+            self.hold_back(self.held_back)
 
     def _on_reset_done(self, item: wire.ResetDone) -> None:
         if item.number == self._resetting:

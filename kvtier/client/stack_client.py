@@ -128,20 +128,16 @@ class StackClient(SchedulerClient):
 
     def wait(self, timeout_seconds: float) -> bool:
         """Wait until `step` has work, or the time is over. True unless the time was over first."""
-        if self._later or self._copied or self.transfers.results or self._has_submitted:
+        return bool(self.transfers.results or self._has_submitted) or self._wait_for_more(timeout_seconds)
+
+    def _wait_for_more(self, timeout_seconds: float) -> bool:
+        """Wait as `wait` does, whatever `step` has to return already."""
+        if self._later or self._copied:
             return True
         due = self.transfers.next_deadline - time.monotonic()
         found = self._poll_within(self._idle, min(due, timeout_seconds))
         self._copy_ended.clear()  # here alone: a step takes in what came, whatever was signalled
         return found or due <= timeout_seconds
-
-    def _wait_for_more(self, until: float) -> bool:
-        """Wait until something more comes than `step` has to return; False once it is that time."""
-        left = until - time.monotonic()
-        if left > 0 and not (self._later or self._copied):
-            self._poll_within(self._idle, min(left, max(0.0, self.transfers.next_deadline - time.monotonic())))
-            self._copy_ended.clear()
-        return left > 0
 
     def wake(self) -> None:
         """From any thread: have `wait` return."""
@@ -240,8 +236,9 @@ class StackClient(SchedulerClient):
         until = time.monotonic() + timeout_seconds
         while core.resetting or core.resets_later:
             self._send()
-            if not self._wait_for_more(until):
+            if (left := until - time.monotonic()) <= 0:
                 raise ResourceError(f"the reset was not made durable within {timeout_seconds} s")
+            self._wait_for_more(left)
             self._receive()
         fault, core.fault = core.fault, ""
         if fault or not core.connected:
@@ -252,10 +249,9 @@ class StackClient(SchedulerClient):
         self._reconnection.stop()
         self.transfers.stop_all(DropReason.CLOSING)
         until = time.monotonic() + COPIES_SECONDS
-        while self.transfers.copies:
+        while self.transfers.copies and time.monotonic() < until:
             self._send()
-            if not self._wait_for_more(until):
-                break
+            self._wait_for_more(until - time.monotonic())
             self._receive()
         unfinished = self.transfers.copies
         left = self.say_goodbye(timeout_seconds)

@@ -54,6 +54,13 @@ def managed(folder: str, tmp_path: Path, rows: int = 256, root: Path | None = No
         yield manager
 
 
+def kill_with_blocks(manager: Manager, path: str) -> None:
+    """Kill the service after an engine has stored eight blocks and left."""
+    with TestEngine(path) as engine:
+        assert engine.store(range(8)) == ["stored"] * 8
+    manager.end(signal.SIGKILL)
+
+
 @contextmanager
 def table_of(manager: Manager) -> Iterator[RowTable]:
     """The table that a service keeps, or has left."""
@@ -100,9 +107,7 @@ def test_blocks_in_rows_are_hits_after_the_service_has_ended(folder, tmp_path, n
 
 def test_without_a_service_manager_that_keeps_them_rows_are_cold(folder, tmp_path):
     with managed(folder, tmp_path) as manager:
-        with TestEngine(f"{folder}/m.sock") as engine:
-            assert engine.store(range(8)) == ["stored"] * 8
-        manager.end(signal.SIGKILL)
+        kill_with_blocks(manager, f"{folder}/m.sock")
         manager.drop()
         manager.start()
         with TestEngine(f"{folder}/m.sock") as engine:
@@ -220,9 +225,7 @@ def test_an_opening_that_fails_leaves_the_rows_to_the_next_one():
 
 def test_rows_of_another_count_are_cold(folder, tmp_path):
     with managed(folder, tmp_path) as manager:
-        with TestEngine(f"{folder}/m.sock") as engine:
-            assert engine.store(range(8)) == ["stored"] * 8
-        manager.end(signal.SIGKILL)
+        kill_with_blocks(manager, f"{folder}/m.sock")
         (tmp_path / "stack.yaml").write_text(stack_text(512))
         manager.start()
         with TestEngine(f"{folder}/m.sock") as engine:
@@ -310,9 +313,7 @@ async def test_a_row_of_a_disk_that_is_leased_in_a_reset_is_not_lost_with_the_pr
 def test_a_reset_before_the_first_engine_has_joined_outlives_a_kill(folder, tmp_path):
     with managed(folder, tmp_path) as manager:
         path = f"{folder}/m.sock"
-        with TestEngine(path) as engine:
-            assert engine.store(range(8)) == ["stored"] * 8
-        manager.end(signal.SIGKILL)
+        kill_with_blocks(manager, path)
         manager.start()
         sock, _, descriptors = connect(Identity(path, NAMESPACE, "", token_hex(8)), Participant("worker"))
         assert inquire(path, "reset", SECONDS)["fault"] == ""
@@ -328,9 +329,7 @@ def test_a_reset_before_the_first_engine_has_joined_outlives_a_kill(folder, tmp_
 def test_engines_whose_blocks_fit_no_row_leave_no_descriptor(folder, tmp_path):
     with managed(folder, tmp_path) as manager:
         path = f"{folder}/m.sock"
-        with TestEngine(path) as engine:
-            assert engine.store(range(8)) == ["stored"] * 8
-        manager.end(signal.SIGKILL)
+        kill_with_blocks(manager, path)
         manager.start()
         assert manager.process is not None
         large = Identity(path, Namespace(KVLayout.of_pages(8 << 20), model="large"), "", token_hex(8))

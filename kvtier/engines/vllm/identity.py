@@ -126,7 +126,7 @@ def _states(config: VllmConfig, layers: Iterable[tuple[str, Any]]) -> dict[str, 
     found = set()
     for _, layer in layers:
         dtypes = [canonical_dtype(str(each)) for each in getattr(layer, "get_state_dtype", tuple)()]
-        if {*dtypes[:-1], usual} != {usual} or not {usual, "float32"}.issuperset(dtypes[-1:]):
+        if not ({*dtypes[:-1]} <= {usual} and {*dtypes[-1:]} <= {usual, "float32"}):
             found.add(f"{type(layer).__name__}/{'/'.join(dtypes)}")
     return {"states": ",".join(sorted(found))} if found else {}
 
