@@ -5,12 +5,15 @@ as a rotary embedding's cosines, and plain values, such as which half of them it
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator
+import json
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
 
 PIECE_BYTES = 64 << 20
+TEXT_MAX = 512
+"""A longer setting is named by its digest: a worker's note has room for 8 KiB."""
 PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
 
@@ -56,3 +59,13 @@ def _is_plain(value: object) -> bool:
     if isinstance(value, (list, tuple)):
         return all(map(_is_plain, value))
     return isinstance(value, PLAIN)
+
+
+def settings_text(settings: Mapping[str, object]) -> str:
+    """Settings as one field of a namespace: JSON, or its digest where that is long."""
+    return short_text(json.dumps(settings, sort_keys=True, default=str))
+
+
+def short_text(text: str) -> str:
+    """The text, or its SHA-256 in hex where it has more than 512 characters."""
+    return text if len(text) <= TEXT_MAX else hashlib.sha256(text.encode()).hexdigest()

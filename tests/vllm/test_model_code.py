@@ -1,5 +1,6 @@
 """Code and settings that decide K and V and are not in vLLM's release. No engine runs here."""
 
+import dataclasses
 import importlib
 import importlib.metadata
 import json
@@ -17,7 +18,9 @@ from fake_engine import offloading_config
 from packaging.requirements import Requirement
 from torch import nn
 from vllm import envs
-from vllm.config import LoRAConfig
+from vllm.config import AttentionConfig, KernelConfig, LoRAConfig
+from vllm.config.diffusion import DiffusionConfig
+from vllm.config.mamba import MambaConfig
 from vllm.config.multimodal import MultiModalConfig
 from vllm.platforms import current_platform
 
@@ -256,6 +259,40 @@ def test_arguments_of_the_engine_count(tmp_path, monkeypatch):
 def test_what_of_an_adapter_is_used_counts(tmp_path, given):
     assert settings_of(config(tmp_path, LoRAConfig(max_lora_rank=32, max_loras=4))) == {}
     assert settings_of(config(tmp_path, LoRAConfig(**given))) == {"lora": json.dumps(given)}
+
+
+@pytest.mark.parametrize(
+    ("part", "of_model", "given"),
+    [
+        ("attention_config", AttentionConfig(), {"use_prefill_query_quantization": True}),
+        ("attention_config", AttentionConfig(), {"disable_flashinfer_q_quantization": True}),
+        ("kernel_config", KernelConfig(), {"linear_backend": "marlin", "moe_backend": "triton"}),
+        ("kernel_config", KernelConfig(), {"linear_backend_per_quant": {"nvfp4": "marlin"}}),
+        ("mamba_config", MambaConfig(), {"enable_stochastic_rounding": True}),
+        ("diffusion_config", None, {"canvas_length": 32}),
+    ],
+)
+def test_arguments_by_which_kernels_round_otherwise_count(tmp_path, part, of_model, given):
+    seen = config(tmp_path)
+    setattr(seen, part, of_model)
+    assert settings_of(seen) == {}
+    setattr(seen, part, type(of_model)(**given) if of_model else DiffusionConfig(**given))
+    assert json.loads(settings_of(seen)["arguments"]) == given
+
+
+def test_a_secondary_tier_counts_what_the_engine_was_started_with(tmp_path):
+    def of(engine: Any, ranks: int = 1) -> dict[str, str]:
+        given = offloading_config({})
+        given = dataclasses.replace(given, parallel=dataclasses.replace(given.parallel, dcp_size=ranks))
+        return dict(tier_namespace(given, "weights", 4096, engine).extra)
+
+    engine = config(tmp_path, LoRAConfig(target_modules=["o_proj"]))
+    engine.parallel_config = SimpleNamespace(cp_kv_cache_interleave_size=16)
+    assert of(engine) == of(None) | {"lora": '{"target_modules": ["o_proj"]}'}
+    assert of(engine, 2) == of(None, 2) | of(engine) | {
+        "decode_context_parallel_size": "2",
+        "cp_kv_cache_interleave_size": "16",
+    }
 
 
 def fill(folder: Path) -> Path:

@@ -3,11 +3,10 @@
 Each is in the namespace only where it is another than vLLM's default, or where its file is there.
 """
 
-import hashlib
-import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +14,7 @@ from vllm import envs
 from vllm.config import ModelConfig, VllmConfig
 from vllm.platforms import current_platform
 
+from kvtier.engines.fingerprint import settings_text, short_text
 from kvtier.engines.vllm.weight_files import FileSource, find_place, secondary_sources
 from kvtier.types.dtypes import canonical_dtype
 
@@ -46,11 +46,14 @@ ENVIRONMENT = (
     # Other kernels, of which some quantise, or sum in an order that does not hang on the batch.
     "VLLM_ROCM_USE_AITER",
     "VLLM_BATCH_INVARIANT",
+    "VLLM_DISABLED_KERNELS",
     # The order of the values inside a page.
     "VLLM_SSM_CONV_STATE_LAYOUT",
     "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT",
     # Latent attention, or keys and values of each head.
     "VLLM_MLA_DISABLE",
+    # Experts that no router chose.
+    "VLLM_MOE_ROUTING_SIMULATION_STRATEGY",
     # What frames of a video the model gets.
     "VLLM_VIDEO_LOADER_BACKEND",
 )
@@ -64,12 +67,20 @@ MULTIMODAL = ("mm_processor_kwargs", "media_io_kwargs", "mm_encoder_attn_dtype",
 """Of the configuration of images, sound and video: what changes that which the model computes with."""
 PRUNING = "evs"
 """The method of vLLM where none is given."""
+ARGUMENTS = {
+    "attention_config": ("use_prefill_query_quantization", "disable_flashinfer_q_quantization"),
+    "kernel_config": ("moe_backend", "linear_backend", "linear_backend_per_quant"),
+    "mamba_config": ("enable_stochastic_rounding",),
+    "diffusion_config": ("canvas_length", "max_denoising_steps"),
+}
+"""Arguments by their configuration that decide to how many bits a kernel rounds what it computes with, and what a model
+that denoises computes a block from."""
+UNSET = (None, False, "auto")
+"""vLLM's defaults of these arguments and of those of LoRA."""
 LORA = ("target_modules", "enable_tower_connector_lora", "enable_moe_shared_loras")
 """Of the configuration of LoRA: which modules an adapter's files change, and how they are read. Keys hold the files."""
 PROCESSORS = ("*processor*.json", "*feature_extractor*.json", "tekken.json", "*.mvn")
 """Files that say how images, sound and video become what a model computes with. A request's key holds the picture."""
-TEXT_MAX = 512
-"""A longer setting is named by its digest: a worker's note has room for 8 KiB."""
 QUANTIZATIONS = ("*quant*.json", "adapter_config.json")
 """Files in which vLLM looks for a quantisation that the model's configuration does not name."""
 
@@ -79,7 +90,7 @@ def settings_of(config: VllmConfig) -> dict[str, str]:
     model = config.model_config
     found = environment_of()
     if model.quantization_config is not None:
-        found["quantization_config"] = _short(repr(model.quantization_config))
+        found["quantization_config"] = short_text(repr(model.quantization_config))
     if model.code_revision is not None:
         found["code_revision"] = str(model.code_revision)
     if model.multimodal_config is not None:
@@ -88,11 +99,19 @@ def settings_of(config: VllmConfig) -> dict[str, str]:
         if "video_pruning_rate" in given and method != PRUNING:
             given["video_pruning_method"] = method
         if given:
-            found["multimodal"] = _short(json.dumps(given, sort_keys=True, default=str))
-    adapters = {name: getattr(config.lora_config, name, None) for name in LORA}
-    if given := {name: value for name, value in adapters.items() if value not in (None, False)}:
-        found["lora"] = _short(json.dumps(given, sort_keys=True))
-    return found
+            found["multimodal"] = settings_text(given)
+    if given := _given(config.lora_config, LORA):
+        found["lora"] = settings_text(given)
+    given = {}
+    for part, names in ARGUMENTS.items():
+        given |= _given(getattr(config, part, None), names)
+    return found | ({"arguments": settings_text(given)} if given else {})
+
+
+def _given(config: Any, names: Sequence[str]) -> dict[str, Any]:
+    """The settings of one configuration that are not at vLLM's defaults."""
+    values = {name: getattr(config, name, None) for name in names}
+    return {name: value for name, value in values.items() if value not in UNSET}
 
 
 def environment_of() -> dict[str, str]:
@@ -103,7 +122,7 @@ def environment_of() -> dict[str, str]:
         read = envs.environment_variables.get(name)
         if read is not None and name in os.environ and (value := read()) != _default(name, read):
             found[name] = value
-    fields = {"environment": _short(json.dumps(found, sort_keys=True, default=str))} if found else {}
+    fields = {"environment": settings_text(found)} if found else {}
     fp8 = current_platform.fp8_dtype()
     return fields if fp8 == torch.float8_e4m3fn else fields | {"fp8": canonical_dtype(str(fp8))}
 
@@ -115,10 +134,6 @@ def _default(name: str, read: Callable[[], object]) -> object:
         return CHOSEN.get(name, read())
     finally:
         os.environ[name] = given
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= TEXT_MAX else hashlib.sha256(text.encode()).hexdigest()
 
 
 def settings_files(config: VllmConfig, built: Sequence[nn.Module]) -> list[FileSource]:

@@ -37,7 +37,7 @@ PLACES = ("_name_or_path",)
 ADDED = (
     *("secondary_weights", "code", "releases", "setting_files"),
     *("environment", "multimodal", "quantization_config", "code_revision"),
-    *("states", "lora", "fp8"),
+    *("states", "lora", "fp8", "arguments"),
 )
 """Fields that a namespace has only where a model or an engine has what they name."""
 UNSURE_MAX = 3

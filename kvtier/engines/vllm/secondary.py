@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
+from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import canonical_format_id
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
@@ -33,7 +34,7 @@ from kvtier.engines.vllm import settings
 from kvtier.engines.vllm.adapters import content_in_keys
 from kvtier.engines.vllm.compat import LOGGER, require_tested
 from kvtier.engines.vllm.engine_config import engine_config, engine_share, reason_for_no_blocks
-from kvtier.engines.vllm.engine_settings import environment_of
+from kvtier.engines.vllm.engine_settings import environment_of, settings_of
 from kvtier.engines.vllm.metrics import Meter, definitions
 from kvtier.engines.vllm.model_code import ModelCode
 from kvtier.engines.vllm.settings import GroupIds, one_hash_per_key
@@ -75,9 +76,9 @@ def secondary_options(keys: Mapping[str, Any], tier_type: str, backend: str) -> 
     return options
 
 
-def tier_namespace(config: OffloadingConfig, tag: str, row_bytes: int) -> Namespace:
+def tier_namespace(config: OffloadingConfig, tag: str, row_bytes: int, engine: VllmConfig | None = None) -> Namespace:
     """Everything that identifies vLLM's rows, as far as a secondary tier sees it: its configuration, the engine's
-    variables, the plug-ins that it has loaded. `tag` names the rest.
+    arguments and variables, the plug-ins that it has loaded. `tag` names the rest.
 
     Raises ConfigError if vLLM has no KV cache.
     """
@@ -92,7 +93,9 @@ def tier_namespace(config: OffloadingConfig, tag: str, row_bytes: int) -> Namesp
         "prefill_context_parallel_size": str(parallel.pcp_size),
         "decode_context_parallel_size": str(parallel.dcp_size),
     }
-    seen = environment_of() | ModelCode.of((), processors=False).fields()
+    seen = ModelCode.of((), processors=False).fields() | (environment_of() if engine is None else settings_of(engine))
+    if engine is not None and parallel.pcp_size * parallel.dcp_size > 1:
+        seen["cp_kv_cache_interleave_size"] = str(engine.parallel_config.cp_kv_cache_interleave_size)
     return replace(known, extra={**known.extra, **extra, **seen})
 
 
@@ -140,7 +143,7 @@ class KVTierFs(SecondaryTierManager):  # type: ignore[misc]
         memory = PagedMemory.of_rows(primary_kv_view, len(config.groups))
         self._adapters = content_in_keys(self)
         try:
-            namespace = tier_namespace(config, options.namespace, memory.block_bytes[0])
+            namespace = tier_namespace(config, options.namespace, memory.block_bytes[0], known)
             self._tier = EngineMemoryTier(options, namespace, memory, options.name or tier_type, _log)
         except BaseException:
             memory.release()
