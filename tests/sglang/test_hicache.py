@@ -9,16 +9,19 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.arg_groups.arg_utils import namespace_of
 from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.mem_cache.device_pool_info import MambaStateBufferInfo
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolHitPolicy, PoolName, PoolTransfer
 from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
-from sglang.srt.runtime_context import get_lora
+from sglang.srt.runtime_context import get_exec, get_lora, get_mm, get_model, get_spec
+from sglang.srt.server_args import ServerArgs
 from support_controller import extra_config, publish
 
 from kvtier.engines import engine_release
 from kvtier.engines.sglang import KVTierHiCache
 from kvtier.engines.sglang.compat import RELEASE
+from kvtier.engines.sglang.identity import ALSO, AREAS
 from kvtier.engines.sglang.pools import HostPool
 from kvtier.errors import ConfigError, UsageError
 
@@ -250,6 +253,63 @@ def test_an_adapter_trained_again_shares_no_pages_with_the_one_before(opened, tm
     with get_lora().override(lora_paths=[LoRARef("id", "b", "of/the-hub")]):
         write(opened(keys), "kv", names(1))
     assert opened(keys).batch_exists(names(1)) == 1, "what was stored before stays theirs"
+
+
+@pytest.mark.parametrize(
+    ("area", "given"),
+    [
+        (get_model, {"json_model_override_args": '{"rope_theta": 1000}'}),
+        (get_model, {"quantization": "fp8"}),
+        (get_model, {"context_length": 1 << 17}),
+        (lambda: get_exec().kernel, {"attention_backend": "triton"}),
+        (lambda: get_exec().moe, {"enable_w4a4_mxfp4_megamoe": True}),
+        (lambda: get_exec().features, {"enable_tf32_matmul": True}),
+        (get_mm, {"mm_process_config": {"image": {"max_pixels": 4096}}}),
+        (get_spec, {"speculative_draft_model_path": "of/the-hub"}),
+    ],
+)
+def test_a_server_of_other_arguments_shares_no_pages(area, given, opened):
+    """With `model_folder` alone nothing else names them."""
+    keys = {"type": "shared_fs"}
+    write(opened(keys), "kv", names(1))
+    with area().override(**given):
+        assert opened(keys).batch_exists(names(1)) == 0
+    assert opened(keys).batch_exists(names(1)) == 1
+
+
+def test_arguments_and_variables_that_change_no_page_are_in_no_namespace(opened, monkeypatch):
+    keys = {"type": "shared_fs"}
+    write(opened(keys), "kv", names(1))
+    monkeypatch.setenv("SGLANG_LOG_GC", "1")
+    monkeypatch.setenv("SGLANG_PORT", "4000")
+    with (
+        get_model().override(download_dir="/models", model_path="/models/b", weight_loader_prefetch_num_threads=3),
+        get_exec().moe.override(ep_num_redundant_experts=2, enable_eplb=True),
+        get_exec().kernel.override(sampling_backend="pytorch"),
+    ):
+        assert opened(keys).batch_exists(names(1)) == 1
+    monkeypatch.setenv("SGLANG_INT4_WEIGHT", "1")
+    assert opened(keys).batch_exists(names(1)) == 0
+
+
+def test_a_draft_is_told_apart_by_its_files_not_by_its_place(opened, tmp_path):
+    keys, found = {"type": "shared_fs"}, []
+    publish()
+    for place, content in (("a", b"draft"), ("b", b"draft"), ("c", b"Draft")):
+        folder = tmp_path / place
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(content)
+        with get_spec().override(speculative_draft_model_path=str(folder)):
+            backend = opened(keys)
+            found.append(backend.batch_exists(names(1)))
+            write(backend, "kv", names(1))
+    assert found == [0, 1, 0]
+
+
+def test_the_arguments_that_count_are_those_of_this_sglang():
+    areas = namespace_of(ServerArgs)
+    assert {areas[name] for name in ALSO} & set(AREAS) == set(), "those of these areas count without being named"
+    assert set(AREAS) <= set(areas.values())
 
 
 def test_ranks_with_pages_of_their_own_have_folders_of_their_own(opened, tmp_path):

@@ -25,7 +25,8 @@ from kvtier.engines.engine_memory.memory import PagedMemory
 from kvtier.engines.engine_memory.service import ServiceTier
 from kvtier.engines.engine_memory.tier import BlockingTier
 from kvtier.engines.sglang.compat import RELEASE
-from kvtier.engines.sglang.options import MAIN_POOL, hicache_options, namespace_of, rank_key, rank_options
+from kvtier.engines.sglang.identity import MAIN_POOL, namespace_of
+from kvtier.engines.sglang.options import hicache_options, rank_key, rank_options
 from kvtier.engines.sglang.pools import HostPool
 from kvtier.errors import ConfigError, UsageError
 from kvtier.planner.prefix import Presence, usable_prefixes, window_start

@@ -1,27 +1,21 @@
-"""Options from SGLang's configuration, the share of a rank, and the identity of its KV pages.
+"""Options from SGLang's configuration and the share of a rank.
 
 Of the keys of `--hicache-storage-backend-extra-config` SGLang's own pass, and kvtier's are strict.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import Field
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
-from sglang.srt.runtime_context import get_lora, get_memory, get_parallel
+from sglang.srt.runtime_context import get_parallel
 
-from kvtier.engines.digests import WEIGHTS, ContentDigests
 from kvtier.engines.engine_memory.options import ServiceOptions, engine_part, read_identified, read_service
 from kvtier.engines.sglang.compat import RELEASE
-from kvtier.engines.sglang.pools import HostPool
 from kvtier.errors import ConfigError
 from kvtier.options import Seconds, SharedTierOptions
-from kvtier.types.geometry import GroupKind, GroupLayout, KVLayout
-from kvtier.types.namespace import Namespace
 
 SGLANG_KEYS = frozenset(
     {
@@ -72,69 +66,8 @@ def hicache_options(extra_config: Mapping[str, Any] | None) -> HiCacheOptions:
     return (read_service if own.get("service") else read_identified)(HiCacheOptions, own, RELEASE)
 
 
-NOT_IN_NAMESPACE = ("model_name", "dp_rank", "enable_storage_metrics", "extra_config")
-"""Fields of the configuration that are elsewhere in the namespace, or that do not change a page's bytes."""
 RANKS = ("tp_rank", "pp_rank", "attn_cp_rank")
 """Ranks whose pages differ. At a service they are in the keys: all ranks have one namespace there."""
-MAIN_POOL = "kv"
-ADAPTER_FILES = (*WEIGHTS, "*.json")
-
-
-def layout_of(pools: Sequence[HostPool]) -> KVLayout:
-    """A group for each pool. Pages of the main pool form a chain; which pages of another one a prefix needs is known
-    with each request only."""
-    groups, first = [], 0
-    for pool in pools:
-        kind = GroupKind.FULL if pool.name == MAIN_POOL else GroupKind.MAMBA
-        sizes = pool.piece_bytes
-        groups.append(GroupLayout.of_pages(sizes, block_size=pool.page_size, first_tensor=first, kind=kind))
-        first += len(sizes)
-    return KVLayout(groups)
-
-
-def namespace_of(config: HiCacheStorageConfig, options: HiCacheOptions, pools: Sequence[HostPool]) -> Namespace:
-    """Everything that identifies the pages of this rank. With MLA all ranks have the same pages.
-
-    Takes as long as reading the weights if `model_folder` names them, the first time, and adapters. Raises ConfigError
-    for a folder without weights.
-    """
-    known = {field.name: str(getattr(config, field.name)) for field in fields(config)}
-    for name in (*NOT_IN_NAMESPACE, *(RANKS if options.service else ("tp_rank",) if config.is_mla_model else ())):
-        del known[name]
-    return Namespace(
-        layout=layout_of(pools),
-        model=config.model_name or "",
-        weights=options.weights_digest(RELEASE.options),
-        dtype=pools[0].dtype.removeprefix("torch."),
-        hash_algorithm="sglang page chain",
-        tag=options.namespace,
-        extra={
-            **known,
-            "engine": f"sglang {RELEASE.version}",
-            **_adapters(),
-            "kv_cache_dtype": str(_published(get_memory, "kv_cache_dtype")),
-            "pools": ";".join(f"{pool.name},{pool.layout},{pool.dtype},{pool.page_size}" for pool in pools),
-        },
-    )
-
-
-def _adapters() -> dict[str, str]:
-    """The contents of the adapters of `--lora-paths` in folders of this host, as a field of the namespace: SGLang's
-    keys have their names and paths. One that is loaded later has a new id each time."""
-    named = [
-        (f"{adapter.lora_id}/{file.name}", file)
-        for adapter in _published(get_lora, "lora_paths") or ()
-        for pattern in ADAPTER_FILES
-        for file in Path(adapter.lora_path).glob(pattern)
-    ]
-    return {"adapters": ContentDigests().content(named).digest} if named else {}
-
-
-def _published(part: Callable[[], Any], name: str) -> Any:
-    try:
-        return getattr(part(), name)
-    except (AttributeError, ValueError):  # a controller without a server has published nothing
-        return ""
 
 
 def rank_key(config: HiCacheStorageConfig, options: HiCacheOptions) -> bytes:
