@@ -17,8 +17,8 @@ class Restored:
     """One row's outcome: the tokens that each tier restored, of `possible` in full blocks, and what differed.
 
     `unequal` names the answers with other tokens than without a connector, `own` is what vLLM's prefix cache gave.
-    `logprob` is the largest difference of the log-probabilities, and `scatter` that of vLLM's own answers, with nothing
-    restored or from its own cache.
+    `logprob` is the largest difference of the log-probabilities, and `scatter` that of vLLM's own answers: with nothing
+    restored, from its own cache, to prompts that share no batch.
     """
 
     tokens: dict[str, int]

@@ -69,6 +69,10 @@ def measure(row: Row, folder: Path) -> Restored:
         own = vllm.generate(asked(row), **ask)
         vllm.reset()
         again = vllm.generate(asked(row), **ask)
+        apart = plain
+        if row.engine.get("dtype") == "bfloat16":
+            vllm.reset()
+            apart = joined([vllm.generate([question], **ask) for question in asked(row)])
         control = differs(plain, vllm.generate(other_context(row), **ask))
         if row.control is not None:
             control &= differs(plain, vllm.generate(asked(row), **row.control))
@@ -86,7 +90,7 @@ def measure(row: Row, folder: Path) -> Restored:
         control=control,
         own=sum(own.cached),
         own_is_equal=own.tokens == plain.tokens and distance(plain, own) <= LOGPROB_MAX,
-        scatter=max(distance(plain, answer) for answer in (own, again, cold)),
+        scatter=max(distance(plain, answer) for answer in (own, again, apart, cold)),
     )
 
 
@@ -120,6 +124,12 @@ def differs(one: Answer, two: Answer) -> bool:
     if any(one.tokens):
         return all(first != second for first, second in zip(one.tokens, two.tokens, strict=True))
     return all(gap > 10 * LOGPROB_MAX for gap in gaps(one, two))
+
+
+def joined(answers: list[Answer]) -> Answer:
+    """The answers to prompts that were asked one by one, as one."""
+    pairs = [each.logprobs[0] for each in answers]
+    return replace(answers[0], tokens=[each.tokens[0] for each in answers], logprobs=pairs)
 
 
 def gaps(one: Answer, two: Answer) -> list[float]:
