@@ -72,6 +72,20 @@ def test_computed_cached_stored_and_after_a_restart_the_tokens_are_the_same(mode
         assert (found.cached, found.from_storage, found.tokens) == (WHOLE, WHOLE, computed.tokens)
 
 
+def test_a_server_that_computes_otherwise_from_the_same_weights_loads_none_of_these_pages(model, tmp_path):
+    """The folder of the weights is the same, and nothing else is named."""
+    named = keys(tmp_path, namespace="", model_folder=str(model))
+    with server(model, tmp_path, named) as running:
+        computed = running.ask(PROMPT)
+        backed_up(running, WHOLE)
+    with server(model, tmp_path, named, **{"json-model-override-args": '{"rms_norm_eps": 1.0}'}) as running:
+        other = running.ask(PROMPT)
+        assert other.cached == 0
+        assert other.tokens != computed.tokens, "the control: the argument decides what is computed"
+    with server(model, tmp_path, named) as running:
+        assert running.ask(PROMPT).from_storage == WHOLE
+
+
 def test_a_disk_that_freezes_never_stops_the_server(model, tmp_path):
     # After half a second SGLang gives a prefetch up; the backend's own deadlines are longer than that.
     deadlines = {"prefetch_timeout_base": 0.5, "load_timeout_seconds": 4.0, "store_timeout_seconds": 4.0}
