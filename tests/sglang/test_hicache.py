@@ -284,7 +284,7 @@ def test_arguments_and_variables_that_change_no_page_are_in_no_namespace(opened,
     monkeypatch.setenv("SGLANG_PORT", "4000")
     with (
         get_model().override(download_dir="/models", model_path="/models/b", weight_loader_prefetch_num_threads=3),
-        get_exec().moe.override(ep_num_redundant_experts=2, enable_eplb=True),
+        get_exec().moe.override(ep_num_redundant_experts=2, enable_eplb=True, moe_a2a_backend="deepep"),
         get_exec().kernel.override(sampling_backend="pytorch"),
     ):
         assert opened(keys).batch_exists(names(1)) == 1

@@ -51,8 +51,9 @@ HARMLESS = re.compile(
     "mm_preprocess_cache_size_mb|limit_mm_data_per_request|.*mm_global_cache.*|mm_feature_transport|"
     "enable_prefix_mm_cache|mm_enable_dp_encoder|"
     # how tokens are drawn, how kernels are tuned
-    "sampling_backend|grammar_backend|.*flashinfer_autotune.*|"
-    # where experts are
+    "sampling_backend|grammar_backend|.*flashinfer_autotune.*|triton_attention_(num_kv_splits|split_tile_size)|"
+    # where experts are, and by which way tokens come to them
+    "moe_a2a_backend|deepep_(v2_)?mode|fuseep_mode|"
     "e?p_.*|enable_eplb|eplb_.*|.*elastic_e.*|init_expert_location|expert_(distribution|balancedness)_.*|deepep_config|"
     "mooncake_ib_device|enable_waterfill|.*paged_experts.*|kt_(cpuinfer|threadpool_count)|"
     # which states are kept
