@@ -26,6 +26,7 @@ UNITS = [
         "test_contract.py",
         "test_device.py",
         "test_engine_config.py",
+        "test_every_setting.py",
         "test_identity_protections.py",
         "test_idle_engines.py",
         "test_junctions.py",
