@@ -42,6 +42,18 @@ def tiering() -> Any:
     return support_vllm_tiering
 
 
+def text_model(*, mla: bool = False, able: bool = True) -> SimpleNamespace:
+    """A model's configuration as far as the adapter reads it: vLLM makes one of a model's folder alone."""
+    return SimpleNamespace(
+        max_model_len=4096,
+        use_mla=mla,
+        is_prefix_caching_supported=able,
+        multimodal_config=None,
+        quantization_config=None,
+        code_revision=None,
+    )
+
+
 def launch(size: int, index: int) -> VllmConfig:
     """vLLM's configuration in the process of rank `index` of a dense model."""
     parallel = ParallelConfig(data_parallel_size=size)
@@ -49,6 +61,7 @@ def launch(size: int, index: int) -> VllmConfig:
         kv_connector="OffloadingConnector", kv_role="kv_both", engine_id=f"{uuid.uuid4().hex}_dp{index}"
     )
     config = VllmConfig(parallel_config=parallel, kv_transfer_config=transfer)
+    config.model_config = text_model()  # type: ignore[assignment]
     parallel.data_parallel_index = index
     parallel.reconfigure_for_independent_dp_rank()
     return config
@@ -159,9 +172,7 @@ def model_config(*, chunks: bool = False, cache: bool = False, mla: bool = False
         enable_chunked_prefill=chunks, max_num_batched_tokens=8192
     )
     config.cache_config = CacheConfig(enable_prefix_caching=cache)
-    config.model_config = SimpleNamespace(  # type: ignore[assignment]
-        max_model_len=4096, use_mla=mla, is_prefix_caching_supported=able, multimodal_config=None
-    )
+    config.model_config = text_model(mla=mla, able=able)  # type: ignore[assignment]
     return config
 
 
