@@ -11,14 +11,15 @@ IntArray = npt.NDArray[np.int64]
 
 
 def int_array(values: Sequence[int] | IntArray) -> IntArray:
-    """A contiguous int64 array of ids. Raises UsageError for what are no whole numbers."""
+    """A contiguous int64 array of ids, always a new one: the caller may go on to use its own, such as a block table,
+    while the ids wait for a copy. Raises UsageError for what are no whole numbers."""
     try:
         array = np.asarray(values)
     except (ValueError, TypeError) as error:
         raise UsageError(f"ids are whole numbers in a sequence: {error}") from error
     if array.dtype.kind not in "iu" and (array.size or not array.ndim):
         raise UsageError(f"ids are whole numbers, and not {array.dtype}")
-    return np.ascontiguousarray(array, dtype=np.int64)
+    return np.array(array, dtype=np.int64, order="C")
 
 
 def distinct(values: IntArray) -> IntArray:

@@ -25,6 +25,8 @@ class GPURuns:
     `gpu_blocks` lists the GPU block ids of all runs one after another; its length is `counts.sum()`. `whole_factor` is
     the number of sub-blocks of a block if each block is known to be covered exactly once, without gaps; 0 if that has
     not been computed. Only `whole` sets it and only `select` passes it on, so no caller can state it of other runs.
+
+    The arrays are kept as they are, and must not change; `whole` takes its ids into new ones.
     """
 
     blocks: IntArray

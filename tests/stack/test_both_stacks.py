@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support_driver import ServedStack, drain
 from support_following import FollowingLRU, Notes
@@ -211,6 +212,29 @@ def test_hints_have_the_same_results(tmp_path):
             results[-1].append(figures.refused)
     assert results[0] == results[1]
     assert any(refused for _, refused in results[0][:-1])
+
+
+@pytest.mark.parametrize("name", FACES)
+def test_a_block_table_may_change_once_a_job_is_submitted(tmp_path, name):
+    """An engine gives its row to the next request, while the blocks that it named wait for their copy."""
+    engine, chain = Engine(PLAIN, 3 * BLOCKS), keys(BLOCKS)
+    with FACES[name](parts_of(shape(tmp_path, name, "lru"), engine)) as stack:
+        engine.compute(whole(chain))
+        table = np.arange(BLOCKS, dtype=np.int64)
+        job = stack.submit_store(chain, gpu_blocks=table)
+        table += BLOCKS
+        assert statuses(run_jobs(stack, job)[job]) == ["stored"] * BLOCKS
+        request = stack.request(RequestId("r"), chain)
+        reservation = request.reserve(chain)
+        while not reservation.served:
+            stack.step()
+            stack.wait(1.0)
+        engine.wipe()
+        job = stack.submit_load(chain, request, gpu_blocks=table)
+        table += BLOCKS
+        result = run_jobs(stack, job)[job]
+        assert statuses(result) == ["loaded"] * BLOCKS
+        assert not engine.wrong(whole(chain, BLOCKS), result.outcomes[0])
 
 
 def test_misses_of_an_engine_whose_stack_process_ended(tmp_path):
