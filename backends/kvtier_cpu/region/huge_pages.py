@@ -121,8 +121,11 @@ class HugePages:
         return sum(self._done) / self._count if self._count else 1.0
 
     def open(self) -> None:
-        """Begin."""
-        self._thread.start()
+        """Begin. Where the system has no thread to give the pages stay small, with one line in the log."""
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            _log.warning("%s: no huge pages are made: %s", self._name, error)
 
     def close(self) -> None:
         """End, with a page that is being made. Idempotent."""

@@ -191,6 +191,22 @@ def test_it_ends_when_it_is_closed_and_has_the_lowest_priority(fd: int, monkeypa
     assert made.wait(0)
 
 
+def test_a_system_without_a_thread_to_give_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse() -> None:
+        raise RuntimeError("can't start new thread")
+
+    made = HugePages(bytearray(2 * HUGE_BYTES), "rows")
+    monkeypatch.setattr(made._thread, "start", refuse)
+    made.open()
+    made.close()
+    assert made.wait(0)
+    assert [record.getMessage() for record in caplog.records] == [
+        "rows: no huge pages are made: can't start new thread"
+    ]
+
+
 @collapses
 @pytest.mark.parametrize(
     ("options", "huge"), [({}, True), ({"huge_pages": False}, False), ({"populate": False}, False)]
