@@ -222,9 +222,9 @@ class CPUBackend(LoadStore):
         spec = RegionSpec(context.geometry, num_rows, context.namespace.digest(), populate=False)
         return attach_region(spec, rows_fd, control_fd)
 
-    def keep(self, rows_fd: int, control_fd: int) -> None:
+    def keep(self, rows_fd: int, control_fd: int, let_go: Callable[[], None]) -> None:
         """Have `open` take the region of a former process, if it is of these rows and blocks."""
-        self._open_region = partial(open_kept, (rows_fd, control_fd))
+        self._open_region = partial(open_kept, (rows_fd, control_fd), let_go)
 
     def use_geometry(self, geometry: Geometry) -> None:
         """Blocks are as long as this geometry says from here on, in rows that stay as they are.

@@ -54,6 +54,10 @@ class Participant:
     reads_only: bool = False
 
 
+class MemoryWantedError(ConfigError):
+    """A stack process has no memory for rows while the engine's workers map those of the process before."""
+
+
 Connected = tuple[socket.socket, Welcome, Sequence[int]]
 """A connected socket, the answer, the descriptors of the rows. Who has it owns socket and descriptors."""
 
@@ -69,7 +73,8 @@ def connect(identity: Identity, process: Participant, *, resumes: bool = False) 
     """Connect to the stack process; with `resumes` not for the first time. A private one that ends just then, such as
     one that was killed and has not closed its socket yet, is started again for the first connection.
 
-    Raises ResourceError if no stack process answers, ConfigError if it refuses this engine or cannot be started.
+    Raises ResourceError if no stack process answers, ConfigError if it refuses this engine or cannot be started, and
+    MemoryWantedError if it waits for the rows of before.
     """
     until = time.monotonic() + ENDING_SECONDS
     while True:
@@ -122,7 +127,8 @@ def _connect(identity: Identity, process: Participant, resumes: bool) -> Connect
     reason = answer.reason if isinstance(answer, Refused) else "it answered with something else"
     if isinstance(answer, Welcome):
         reason = f"it answered in protocol {answer.protocol}, this release speaks {list(PROTOCOLS)}"
-    raise ConfigError(f"the stack process at {identity.path} does not serve this engine: {reason}")
+    kind = MemoryWantedError if isinstance(answer, Refused) and answer.let_go else ConfigError
+    raise kind(f"the stack process at {identity.path} does not serve this engine: {reason}")
 
 
 def _wait_for_answer(sock: socket.socket, path: str) -> None:

@@ -23,7 +23,15 @@ from typing import TYPE_CHECKING, Any
 from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.aio.loop_thread import LoopThread
 from kvtier.aio.loop_waker import LoopWaker
-from kvtier.client.connection import CONNECT_SECONDS, OPEN_SECONDS, Connected, Identity, Participant, connect
+from kvtier.client.connection import (
+    CONNECT_SECONDS,
+    OPEN_SECONDS,
+    Connected,
+    Identity,
+    MemoryWantedError,
+    Participant,
+    connect,
+)
 from kvtier.client.reconnection import Pauses
 from kvtier.errors import ConfigError, KVTierError, ResourceError
 from kvtier.service import wire
@@ -285,6 +293,8 @@ class WorkerConnection:
         try:
             link = await self._connect(resumes=True)
         except (KVTierError, OSError) as error:
+            if isinstance(error, MemoryWantedError):
+                await self._leave()
             return error
         used = False
         try:

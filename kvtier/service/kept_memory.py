@@ -42,8 +42,9 @@ _log = logging.getLogger(__name__)
 class KeepsRows(Protocol):
     """A CPU tier whose rows may be those of a former process."""
 
-    def keep(self, rows_fd: int, control_fd: int) -> None:
-        """Have `open` take these rows, if they are of its shape. The caller keeps the descriptors."""
+    def keep(self, rows_fd: int, control_fd: int, let_go: Callable[[], None]) -> None:
+        """Have `open` take these rows, if they are of its shape. The caller keeps the descriptors; otherwise `open`
+        calls `let_go`, in a thread, so that there is memory for others, and makes those."""
 
 
 class KeptMemory:
@@ -80,6 +81,7 @@ class KeptMemory:
             _log.warning("rows of the process before are not used: %s", error)
             for fd in filter(lambda fd: fd >= 0, stored):
                 os.close(fd)
+            self.drop()
             return
         self.table, self._stored = table, stored[:2]
         for worker, times in Counter(table.workers).items():
@@ -93,7 +95,17 @@ class KeptMemory:
         """Offer the rows of the former process to a CPU tier that is to be opened. Where that fails, the next one is
         offered them too."""
         if self._stored and isinstance(cpu, KeepsRows):
-            cpu.keep(*self._stored)
+            cpu.keep(*self._stored, self._let_go)
+
+    def _let_go(self) -> None:
+        """The rows of the former process are not of the shape of today."""
+        while self._stored:
+            os.close(self._stored.pop())
+        self.drop()
+
+    def drop(self) -> None:
+        """Have the manager keep no rows any more, which would be memory beside that of the next ones."""
+        self._manager.drop(NAMES)
 
     async def take(self, plane: ControlPlane, descriptors: tuple[int, int]) -> None:
         """The CPU tier is open, with these descriptors: no other row of it is free while they may hold blocks."""

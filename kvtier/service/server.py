@@ -14,7 +14,7 @@ from typing import Any
 
 from kvtier.aio.shielded_wait import shielded_wait
 from kvtier.config.access import UserAccess
-from kvtier.errors import ConfigError, GeometryError, KVTierError, ResourceError, UsageError
+from kvtier.errors import ConfigError, GeometryError, KVTierError, ResourceError, SharedMemoryError, UsageError
 from kvtier.service import wire
 from kvtier.service.channel import Channel, receive_greeting, send_greeting
 from kvtier.service.connected import Engine, EngineTotals, Peer
@@ -92,6 +92,7 @@ class StackServer:
         self._layout: KVLayout | None = None
         self._opening = asyncio.Lock()
         self._engines: dict[str, Engine] = {}
+        self._waiting = set[str]()  # tokens of engines whose scheduler came again while there was no memory for rows
         self._totals = EngineTotals()
         self._closing: asyncio.Task[None] | None = None
 
@@ -233,7 +234,7 @@ class StackServer:
                 self._listener.on_refused(sock)
                 self._refusals.tell(f"a process is not served: {fault}", getattr(hello, "token", ""))
                 with suppress(OSError):
-                    send_greeting(sock, Refused(fault))
+                    send_greeting(sock, Refused(fault, getattr(hello, "token", "") in self._waiting))
                 return
             undo.pop_all()
         self._welcome(sock, hello, descriptors[0])
@@ -273,6 +274,8 @@ class StackServer:
                 if self._pool is not None and self._pool.is_spent:
                     spent, self._pool = self._pool, None
                     await spent.close()
+                    if self._kept is not None:
+                        self._kept.drop()
                 if self._pool is None:
                     parts = with_shared_rows(self._parts(namespace))
                     pool = Pool(parts, self._send, lambda found: self._parts(found).namespace, self._kept)
@@ -282,7 +285,11 @@ class StackServer:
                     if self.audits_rows:
                         pool.begin_audit()
                     self._pool, self._layout = pool, namespace.layout
+                    self._waiting.clear()
             except (ConfigError, ResourceError, GeometryError, WireError, OSError) as error:
+                wants_memory = isinstance(error, SharedMemoryError) and len(self._waiting) < ENGINES_MAX
+                if wants_memory and hello.resumes and hello.role == "scheduler":
+                    self._waiting.add(hello.token)
                 return opening_fault(error)
         if self.pool.fault:
             return self.pool.fault

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 
 FIRST_FD = 3
 _log = logging.getLogger(__name__)
@@ -59,10 +59,15 @@ class ServiceManager:
             self.notify("WATCHDOG=1")
             await asyncio.sleep(self.watchdog_seconds / 2)
 
+    def drop(self, names: Iterable[str]) -> None:
+        """Have it keep no descriptors by these names any more."""
+        for name in names:
+            self.notify("FDSTOREREMOVE=1", f"FDNAME={name}")
+
     def keep(self, descriptors: Mapping[str, int]) -> None:
         """Have it keep these descriptors, in place of those that it has by these names."""
         for name, fd in descriptors.items():
-            self.notify("FDSTOREREMOVE=1", f"FDNAME={name}")
+            self.drop([name])
             self.notify("FDSTORE=1", "FDPOLL=0", f"FDNAME={name}", descriptors=(fd,))
 
 

@@ -542,9 +542,13 @@ class Welcome(Item, tag=97, frozen=True):
 
 
 class Refused(Item, tag=98, frozen=True):
-    """The answer to a process that is not served: everything is a miss."""
+    """The answer to a process that is not served: everything is a miss.
+
+    `let_go`: no load of rows of before comes any more, and memory is wanted, so a worker is to unmap those it has.
+    """
 
     reason: str
+    let_go: bool = False
 
 
 class Inquiry(Item, tag=99, frozen=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvtier.service.kept_memory import TABLE
@@ -25,6 +25,12 @@ class SimulatedManager:
         self.stored: dict[str, int] = {}
         self.rows: NamedRows | None = None
         self._kept: dict[str, int] = {}
+
+    def drop(self, names: Iterable[str]) -> None:
+        """Keep nothing by these names any more."""
+        for name in names:
+            if name in self._kept:
+                os.close(self._kept.pop(name))
 
     def keep(self, descriptors: Mapping[str, int]) -> None:
         """Keep these in the place of those before."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any, ClassVar, Literal
 
@@ -188,8 +188,8 @@ class ServiceCPU(LoadStore):
         """The rows of the process before, which its descriptors stand for."""
         self._kept = rows
 
-    def keep(self, rows_fd: int, control_fd: int) -> None:
-        """Use the rows of the process before."""
+    def keep(self, rows_fd: int, control_fd: int, _let_go: Callable[[], None]) -> None:
+        """Use the rows of the process before, which always fit."""
         assert self._kept is not None
         self._kept.descriptors = rows_fd, control_fd
         self._rows = self._kept

@@ -19,6 +19,7 @@ from random import Random
 import pytest
 import torch
 from support_counts import full_alone, fully
+from support_served import memory_for_rows, row_files, served
 from support_service import (
     BLOCKS,
     NAMESPACE,
@@ -202,6 +203,19 @@ def test_a_shared_process_that_is_started_again_serves_its_engines_again(tmp_pat
             step_until_served(engine)
             assert engine.load(STORED) == ["hit"] * len(STORED)
             engine.client.close()
+
+
+def test_memory_for_one_region_is_enough_to_be_served_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker maps the rows of the process before until its memory is wanted."""
+    with served(tmp_path) as found:
+        engine = TestEngine(found.path)
+        assert engine.store(range(8)) == ["stored"] * 8
+        memory_for_rows(monkeypatch, sum(row_files().values()) * 3 // 2)
+    with engine, served(tmp_path):
+        step_until_served(engine)
+        assert engine.look(range(8)) == [LookupResult.MISS] * 8
+        assert engine.store(range(8)) == ["stored"] * 8
+        assert engine.load(range(8)) == ["hit"] * 8
 
 
 def test_a_reset_without_a_process_holds_for_the_next_one(private: PrivateStack) -> None:

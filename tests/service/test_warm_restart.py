@@ -9,7 +9,7 @@ import signal
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from secrets import token_hex
@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from support_manager import Manager
-from support_served import served
+from support_served import memory_for_rows, row_files, served
 from support_service import BLOCKS, NAMESPACE, PAGE, SECONDS, TestEngine, block_keys, stack_text, until
 from support_sessions import HandEngine, names, pool_world
 from support_victims import freeze, freeze_while, several_victims, victims
@@ -185,19 +185,54 @@ def test_memory_that_is_not_believed_is_one_line(change, caplog):
             os.fstat(fd)
 
 
+class Keeper(ServiceManager):
+    """A service manager in this process, and `kept`, the descriptors that it has by name."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.kept: dict[str, int] = {}
+
+    def keep(self, descriptors: Mapping[str, int]) -> None:
+        self.drop(descriptors)
+        self.kept.update({name: os.dup(fd) for name, fd in descriptors.items()})
+
+    def drop(self, names: Iterable[str]) -> None:
+        for name in names:
+            if name in self.kept:
+                os.close(self.kept.pop(name))
+
+    def next_life(self) -> Keeper:
+        """What the next process is given."""
+        self.stored = {name: os.dup(fd) for name, fd in self.kept.items()}
+        return self
+
+
+@pytest.mark.parametrize("change", ["rows", "table"])
+def test_rows_that_are_not_used_are_let_go_before_others_are_made(tmp_path, monkeypatch, change):
+    """There may be no memory for both."""
+    keeper = Keeper()
+    with served(tmp_path, kept=KeptMemory(keeper)) as found, TestEngine(found.path) as engine:
+        assert engine.store(range(8)) == ["stored"] * 8
+    (nbytes,) = row_files().values()
+    memory_for_rows(monkeypatch, nbytes * 3 // 2)
+    if change == "table":
+        RowTable.read(os.dup(keeper.kept[NAMES[2]])).void()
+    text = stack_text(2048 - 64 * (change == "rows"))
+    kept = KeptMemory(keeper.next_life())
+    with served(tmp_path, text, kept) as found, TestEngine(found.path) as engine:
+        assert engine.look(range(8)) == [MISS] * 8
+        assert engine.store(range(8)) == ["stored"] * 8
+        assert len(row_files()) == 1
+    keeper.drop(NAMES)
+
+
 @pytest.mark.parametrize("later", [0, 1])
 def test_rows_under_a_table_of_another_release_are_cold_with_one_line(tmp_path, caplog, later):
-    kept: dict[str, int] = {}
-
-    class Keeper(ServiceManager):
-        def keep(self, descriptors: Mapping[str, int]) -> None:
-            kept.update({name: os.dup(fd) for name, fd in descriptors.items()})
-
-    with served(tmp_path, kept=KeptMemory(Keeper({}))) as found, TestEngine(found.path) as engine:
+    keeper = Keeper()
+    with served(tmp_path, kept=KeptMemory(keeper)) as found, TestEngine(found.path) as engine:
         assert engine.store(range(8)) == ["stored"] * 8
-    table, manager = RowTable.read(kept[NAMES[2]]), Keeper({})
+    table, manager = RowTable.read(os.dup(keeper.kept[NAMES[2]])), keeper.next_life()
     table._header["version"] += later
-    manager.stored = dict(kept)
     with served(tmp_path, kept=KeptMemory(manager)) as found, TestEngine(found.path) as engine:
         engine.step_until(lambda: found.server.pool._verifying is None, "rows are verified")
         assert engine.look(range(8)) == [MISS if later else HIT] * 8
@@ -209,7 +244,7 @@ def test_rows_under_a_table_of_another_release_are_cold_with_one_line(tmp_path, 
 
 def test_an_opening_that_fails_leaves_the_rows_to_the_next_one():
     class ClosedTier:
-        def keep(self, rows_fd: int, control_fd: int) -> None:
+        def keep(self, rows_fd: int, control_fd: int, let_go: Callable[[], None]) -> None:
             offered.append(tuple(os.fstat(fd).st_ino for fd in (rows_fd, control_fd)))
 
     offered = list[tuple[int, ...]]()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
+import pytest
 from support_service import SECONDS, stack_text
 
 from kvtier.aio.loop_thread import LoopThread
@@ -14,6 +16,7 @@ from kvtier.config import parse_stack, stack_parts
 from kvtier.control.tiers.slot_table import SlotState
 from kvtier.service.kept_memory import KeptMemory
 from kvtier.service.server import StackServer
+from kvtier.tier.memory_limits import Reading, SystemLimits
 
 T = TypeVar("T")
 
@@ -54,6 +57,27 @@ class Served:
     def rests(self) -> bool:
         """True if no row is lent, being filled, or kept from being used again; READY ones hold blocks."""
         return set(self.rows()) <= {"FREE", "READY"}
+
+
+def row_files() -> dict[int, int]:
+    """The bytes of each file of rows that this process has open or mapped, by inode."""
+    found = dict[int, int]()
+    for entry in os.scandir("/proc/self/fd"):
+        with suppress(FileNotFoundError):
+            if "memfd:kvtier-rows" in os.readlink(entry):
+                stat = os.stat(entry)
+                found[stat.st_ino] = stat.st_size
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if "memfd:kvtier-rows" in line:
+            extent, _, _, _, inode, *_ = line.split()
+            first, end = (int(address, 16) for address in extent.split("-"))
+            found.setdefault(int(inode), end - first)
+    return found
+
+
+def memory_for_rows(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
+    """Have this machine offer so many bytes, of which all rows of this process take their part."""
+    monkeypatch.setattr(SystemLimits, "readings", lambda _: [Reading("test", nbytes - sum(row_files().values()))])
 
 
 @contextmanager

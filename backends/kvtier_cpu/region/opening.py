@@ -5,7 +5,8 @@ import logging
 import mmap
 import os
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -15,6 +16,8 @@ from kvtier_cpu.region.populate import keep_from_core_dumps, keep_from_forks, ma
 from kvtier_cpu.region.shared_region import Pages, RegionSpec, SharedRegion, Sharing
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+LET_GO_SECONDS, PAUSE_SECONDS = 2.0, 0.05
+"""How long memory that is let go may take to be free, and how often is looked."""
 _log = logging.getLogger(__name__)
 
 
@@ -70,15 +73,18 @@ def attach_region(spec: RegionSpec, rows_fd: int, control_fd: int) -> SharedRegi
     return region
 
 
-def open_kept(kept: tuple[int, int], spec: RegionSpec, host: RegionHost) -> SharedRegion:
+def open_kept(kept: tuple[int, int], let_go: Callable[[], None], spec: RegionSpec, host: RegionHost) -> SharedRegion:
     """The region that a former process has left behind its descriptors of rows and control area, with its bytes as they
-    are; a fresh one if that is not of these rows and blocks. The caller keeps the descriptors. Blocks. Raises as
-    `open_region`."""
+    are; a fresh one if that is not of these rows and blocks: after `let_go`, and once its memory is free.
+
+    The caller keeps the descriptors until `let_go`. Blocks. Raises as `open_region`.
+    """
     try:
         region = attach_region(spec, *kept)
     except RegionError as error:
         _log.warning("rows of the process before are not used: %s", error)
-        return open_region(spec, host)
+        let_go()
+        return _open_once_free(spec, host)
     with _closed_on_error(region):
         rows_fd = os.dup(kept[0])
         region.at_close.callback(os.close, rows_fd)
@@ -87,6 +93,18 @@ def open_kept(kept: tuple[int, int], spec: RegionSpec, host: RegionHost) -> Shar
     region.memfds = rows_fd, control_fd
     region.populated = map_populated(region.maps[0])
     return region
+
+
+def _open_once_free(spec: RegionSpec, host: RegionHost) -> SharedRegion:
+    """A fresh region while another one is let go, which may take a moment. Raises as `open_region`."""
+    until = time.monotonic() + LET_GO_SECONDS
+    while True:
+        try:
+            return open_region(spec, host)
+        except SharedMemoryError:
+            if time.monotonic() > until:
+                raise
+        host.stop.wait(PAUSE_SECONDS)
 
 
 def _is_sealed(fd: int) -> bool:
