@@ -95,7 +95,8 @@ class KeptMemory:
         """Offer the rows of the former process to a CPU tier that is to be opened. Where that fails, the next one is
         offered them too."""
         if self._stored and isinstance(cpu, KeepsRows):
-            cpu.keep(*self._stored, self._let_go)
+            rows_fd, control_fd = self._stored
+            cpu.keep(rows_fd, control_fd, self._let_go)
 
     def _let_go(self) -> None:
         """The rows of the former process are not of the shape of today."""

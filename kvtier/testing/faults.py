@@ -6,7 +6,7 @@ import asyncio
 import errno as errors
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import ClassVar, Protocol
@@ -15,11 +15,16 @@ from kvtier.errors import UsageError
 from kvtier.options import TierOptions
 from kvtier.tier.contract import (
     AnswersLookups,
+    AttachesRows,
+    FencesCopies,
+    FitsGeometry,
     LoadStore,
     Opened,
     ProbesAlignment,
     ProvidesRows,
     Resettable,
+    SealsRows,
+    StatesEpoch,
     TierContext,
 )
 from kvtier.types.arrays import int_array
@@ -155,6 +160,21 @@ class NthJob:
 NO_FAULTS: FaultPlan = SeededFaults(0, ())
 
 
+ATTRIBUTES = ("medium", "BLOCK_SIZE_ALIGNMENT", "Options")
+ABILITIES: dict[type, tuple[str, ...]] = {
+    ProbesAlignment: ("probe_alignment",),
+    AnswersLookups: ("lookup",),
+    Resettable: ("reset",),
+    StatesEpoch: ("state_epoch", "leave_epoch"),
+    SealsRows: ("seal",),
+    AttachesRows: ("attach",),
+    FitsGeometry: ("use_geometry",),
+}
+"""What the optional protocols of a tier consist of."""
+WHILE_OPEN: dict[type, tuple[str, ...]] = {ProvidesRows: ("rows",), FencesCopies: ("beside_engine", "fence")}
+"""Those with properties, which a tier has once it is open."""
+
+
 class FaultyBackend(LoadStore):
     """A tier behind a plan of faults; everything else is the inner tier's.
 
@@ -178,21 +198,18 @@ class FaultyBackend(LoadStore):
         self._closing = False
         # The attributes of the class and the optional protocols are those of the inner tier; protocols are
         # recognised by their attributes, so those that the inner tier lacks must be absent here.
-        about = {name: getattr(inner, name) for name in ("medium", "BLOCK_SIZE_ALIGNMENT", "Options")}
-        if isinstance(inner, ProbesAlignment):
-            about["probe_alignment"] = inner.probe_alignment
-        if isinstance(inner, AnswersLookups):
-            about["lookup"] = inner.lookup
-        if isinstance(inner, Resettable):
-            about["reset"] = inner.reset
-        vars(self).update(about)
+        vars(self).update({name: getattr(inner, name) for name in ATTRIBUTES})
+        self._take(ABILITIES)
+
+    def _take(self, abilities: Mapping[type, Sequence[str]]) -> None:
+        able = [name for protocol, names in abilities.items() if isinstance(self.inner, protocol) for name in names]
+        vars(self).update({name: getattr(self.inner, name) for name in able})
 
     async def open(self, context: TierContext) -> Opened:
         """Open the inner tier."""
         opened = await self.inner.open(context)
         self._context = context
-        if isinstance(self.inner, ProvidesRows):
-            vars(self)["rows"] = self.inner.rows
+        self._take(WHILE_OPEN)
         return opened
 
     async def store(self, job: TransferJob) -> JobResult:

@@ -22,7 +22,9 @@ from kvtier.testing import (
     SharedMemoryTier,
 )
 from kvtier.testing.conformance import LoadStoreTests, make_keys
+from kvtier.testing.faults import ABILITIES, WHILE_OPEN
 from kvtier.testing.trace import turns
+from kvtier.tier import contract
 from kvtier.tier.contract import AnswersLookups, ProbesAlignment, ProvidesRows, Resettable
 from kvtier.types.jobs import BlockStatus, DropReason, JobKind, dropped, failed
 from kvtier_fs import FSBackend, FSOptions
@@ -125,6 +127,15 @@ def test_a_faulty_backend_is_what_its_inner_tier_is(tmp_path):
     assert not isinstance(shared, ProvidesRows)
     with pytest.raises(UsageError):
         Fault(FaultKind.CORRUPT, JobKind.STORE)
+
+
+def test_a_faulty_backend_has_every_ability_that_a_tier_may_have():
+    found = {
+        each: {name for name in vars(each) if not name.startswith("_")}
+        for each in vars(contract).values()
+        if getattr(each, "_is_runtime_protocol", False) and each.__module__ == contract.__name__
+    }
+    assert {each: set(names) for each, names in (ABILITIES | WHILE_OPEN).items()} == found
 
 
 def test_the_same_seed_gives_the_same_faults(seed):

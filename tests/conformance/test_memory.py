@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,12 @@ class ForgetsResets(Wrong):
         self._opened()
 
 
+class StampsWithTheEpochOfTheWrite(Wrong):
+    def _move(self, job, kind, group, position):
+        now = self.storage.epochs.get(self._context.namespace.digest(), 0)
+        return super()._move(replace(job, epoch=now), kind, group, position)
+
+
 class WritesIntoOtherRows(Wrong):
     def _move(self, job, kind, group, position):
         outcome = super()._move(job, kind, group, position)
@@ -138,6 +145,7 @@ LIES = {
     ReadsAnyGeneration: "test_a_slot_gives_only_its_own_key_and_generation",
     ChecksNoBytes: "test_damaged_blocks_are_noticed",
     ForgetsResets: "test_nothing_from_before_a_reset_is_found_after_it",
+    StampsWithTheEpochOfTheWrite: "test_a_store_that_a_reset_overtakes_is_not_found_after_it",
     WritesIntoOtherRows: "test_a_store_changes_no_row_and_a_load_only_its_own",
     ForgetsOutcomes: "test_blocks_of_every_group_come_back_byte_for_byte",
     IsNeverMissing: "test_what_was_never_stored_is_no_hit_and_harms_no_neighbour",

@@ -5,6 +5,7 @@ Blocks that outlive a tier are found in their namespace and epoch, and nothing t
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -211,6 +212,27 @@ class RecoveryTests(ConformanceBase):
                 assert driver.opened.epoch == epoch
                 assert all(await present(driver, new))
                 assert all(outcome.ok for outcome in (await driver.load(new)).values())
+
+    @in_fresh_loop
+    async def test_a_store_that_a_reset_overtakes_is_not_found_after_it(self, tmp_path: Path) -> None:
+        """Its blocks are those of the epoch that its job names, also where the write ends in the next one."""
+        stored = list[OffloadKey]()
+        async with self.opened(tmp_path) as driver:
+            if not isinstance(driver.tier, Resettable):
+                return
+            for turns in range(4):
+                names = self.names(1, start=500 + 10 * turns)
+                stored += names
+                storing = asyncio.ensure_future(driver.tier.store(driver.store_job(names)))
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                driver.epoch += 1
+                await driver.tier.reset(driver.epoch)
+                await storing
+                if not driver.owned:
+                    assert not any(await present(driver, stored)), "a block from before the reset is found"
+        async with self.opened(tmp_path) as driver:
+            assert not any(await present(driver, stored)), "a block from before the reset came back"
 
     @in_fresh_loop
     async def test_damaged_blocks_are_noticed(self, tmp_path: Path) -> None:
