@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import time
 from collections import deque
@@ -50,6 +51,8 @@ if TYPE_CHECKING:
 OUTBOX_BYTES_MAX = 1 << 20
 END_SECONDS = 2.0
 """How long closing waits for copies that the tier has let go, and for their reports."""
+UNUSED_SECONDS = 30.0
+"""How long rows are mapped after their process has ended, while the next one refuses this engine."""
 NOTE_SECONDS = 5.0
 """How long a stack process may take to note that weights are loaded."""
 
@@ -71,8 +74,9 @@ class WorkerLink:
     """A connection of a worker and its rows, in one event loop. `compare` answers whether the weights are those of the
     start.
 
-    `ended` is set once the connection has ended; `drained` then, and once no load of an earlier one comes any more.
-    `copies` are in flight, and `idle` is set while there are none. With `leaving` no copy begins any more.
+    `ended` is set, and `ended_at` its time, once the connection has ended; `drained` then, and once no load of an
+    earlier one comes any more. `copies` are in flight, and `idle` is set while there are none. With `leaving` no copy
+    begins any more.
     """
 
     def __init__(self, connected: Connected, compare: Callable[[], Awaitable[int]]) -> None:
@@ -81,6 +85,7 @@ class WorkerLink:
         self.drained, self.ended, self.idle = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.copies = 0
         self.leaving = False
+        self.ended_at = math.inf
         self._compare = compare
         self._channel = Channel(sock, TO_WORKER, OUTBOX_BYTES_MAX)
         self._rows: Any = None
@@ -148,6 +153,7 @@ class WorkerLink:
         if not self.ended.is_set():
             self._loop.remove_reader(self._channel)
             self._loop.remove_writer(self._channel)
+            self.ended_at = time.monotonic()
             self.ended.set()
             self.drained.set()
 
@@ -293,7 +299,7 @@ class WorkerConnection:
         try:
             link = await self._connect(resumes=True)
         except (KVTierError, OSError) as error:
-            if isinstance(error, MemoryWantedError):
+            if isinstance(error, MemoryWantedError) or (isinstance(error, ConfigError) and self._is_unused):
                 await self._leave()
             return error
         used = False
@@ -304,6 +310,13 @@ class WorkerConnection:
             if not used:
                 link.close()
         return None if used else ResourceError("its connection has ended, or its rows are of no use")
+
+    @property
+    def _is_unused(self) -> bool:
+        """True if the rows here are of a process that ended so long ago that no load of them comes any more: where the
+        engine is idle its scheduler does not say so."""
+        link = self._link
+        return link is not None and link.ended_at + UNUSED_SECONDS < time.monotonic()
 
     async def _change_to(self, link: WorkerLink) -> bool:
         """Use the rows of another connection: no load of those before comes any more. False if they are of no use."""

@@ -218,6 +218,21 @@ def test_memory_for_one_region_is_enough_to_be_served_again(tmp_path: Path, monk
         assert engine.load(range(8)) == ["hit"] * 8
 
 
+def test_an_idle_engine_lets_rows_go_for_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes no step, so its scheduler cannot say that no load of them comes."""
+    with served(tmp_path) as found:
+        engine, idle = TestEngine(found.path), TestEngine(found.path)
+        assert engine.store(range(8)) == ["stored"] * 8
+        memory_for_rows(monkeypatch, sum(row_files().values()) * 3 // 2)
+    monkeypatch.setattr(worker_module, "UNUSED_SECONDS", 0.5)
+    with engine, idle, served(tmp_path):
+        step_until_served(engine)
+        assert engine.store(range(8)) == ["stored"] * 8
+        assert engine.load(range(8)) == ["hit"] * 8
+        step_until_served(idle)
+        assert idle.load(range(8)) == ["hit"] * 8
+
+
 def test_a_reset_without_a_process_holds_for_the_next_one(private: PrivateStack) -> None:
     with TestEngine(private) as engine:
         assert engine.load(STORED) == ["hit"] * len(STORED)
