@@ -20,6 +20,7 @@ from support_tools import (
     overwrite,
     owned_elsewhere,
     refusal,
+    run_tier,
     tool,
     tool_json,
     write,
@@ -119,6 +120,28 @@ def test_a_region_that_is_formatted_meanwhile_is_left_out(tmp_path, between):
 
     between(formatted)
     assert found(online(written.path)) == {("unchecked", "being_written", 1)}
+
+
+@pytest.mark.parametrize("moment", ["read_snapshot", "_check_part"], ids=["before", "after"])
+def test_an_engine_that_opens_an_idle_root_meanwhile_takes_the_snapshot_away(tmp_path, monkeypatch, moment):
+    """It opens the root before or after the snapshot is read, and stores other blocks over those that were there."""
+    written = write(tmp_path / "root")
+    step, opened = getattr(local.LocalInspection, moment), []
+
+    async def store_over(tier: Tier) -> None:
+        tier.directory.clear()
+        await tier.store_all(keys(8, start=100))
+
+    def after_a_session(*arguments: Any) -> Any:
+        if not opened:
+            opened.append(run_tier(written.path, store_over))
+        return step(*arguments)
+
+    monkeypatch.setattr(local.LocalInspection, moment, after_a_session)
+    document = online(written.path)
+    assert opened
+    assert found(document) == {("unchecked", "being_written", 1)}
+    assert document["whole"] > 0
 
 
 @pytest.mark.parametrize("place", [("slab-00000", 60), ("superblock", 60)], ids=["region", "superblock"])

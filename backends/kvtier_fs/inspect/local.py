@@ -83,7 +83,8 @@ class LocalInspection(InspectedRoot):
             faults = {one: fault for one, fault in checked.others if fault}
             changing = [one for one, fault in faults.items() if fault == _CHANGING]
             findings = [Finding(FindingKind.UNCHECKED, _CHANGING, self._place_in_words(one)) for one in changing]
-            findings += _find_lost_slots(self, checked.run, checked.whole, {one.slot for one in faults}, repair)
+            lost = _find_lost_slots(self, checked.run, checked.whole, {one.slot for one in faults}, repair)
+            findings += _by_snapshot(self, lost)
             page = checked.page(findings)
             yield page._replace(others=[(one, fault) for one, fault in page.others if fault != _CHANGING])
 
@@ -144,7 +145,7 @@ def _check_records(root: InspectedRoot, repair: bool) -> Iterator[Finding]:
     """Check everything but the slots. Regions that repair brings back join `root.formats`."""
     yield from _superblock_copies(root, repair)
     yield from _unknown_files(root)
-    yield from _snapshot(root, repair)
+    yield from _by_snapshot(root, _snapshot(root, repair))
     for region, reason in root.bad_regions:
         repaired = repair and _mend_region(root, region)
         yield Finding(FindingKind.CORRUPT, f"region_{reason}", root.where(region), repaired)
@@ -170,6 +171,15 @@ def _superblock_copies(root: InspectedRoot, repair: bool) -> Iterator[Finding]:
         root.write_superblock(root.superblock)
     for finding in found:
         yield finding._replace(repaired=repair)
+
+
+def _by_snapshot(root: InspectedRoot, findings: Iterator[Finding]) -> list[Finding]:
+    """Findings that follow from the snapshot. Once a tier has opened the root it says nothing any more."""
+    found = list(findings)
+    if not found or root.is_snapshot_current():
+        return found
+    root.snapshot = None
+    return [Finding(FindingKind.UNCHECKED, _CHANGING, SNAPSHOT_NAME)]
 
 
 def _snapshot(root: InspectedRoot, repair: bool) -> Iterator[Finding]:

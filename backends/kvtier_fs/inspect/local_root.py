@@ -62,6 +62,7 @@ class InspectedRoot(FolderInspection[SlotContent, SlotRun]):
         self.bad_regions: list[tuple[int, str]] = []
         self.snapshot_there = False
         self.snapshot: Snapshot | None = None
+        self._snapshot_of: Superblock | None = None
         self._changed = False
         self._was_clean = False
 
@@ -190,6 +191,13 @@ class InspectedRoot(FolderInspection[SlotContent, SlotRun]):
         data = self.folder.read_snapshot(limit) if block.clean else b""
         self.snapshot_there = bool(data) and not is_of_other_version(data)
         self.snapshot = decode_snapshot(data, block)
+        self._snapshot_of = block
+
+    def is_snapshot_current(self) -> bool:
+        """True unless a tier, which READ access does not keep out, has opened the root since the snapshot was read."""
+        if self.access is not Access.READ:
+            return True
+        return self.folder.known_superblock(self.folder.read_superblock()) == self._snapshot_of
 
     def place(self, fmt: InspectedFormat, index: int) -> tuple[int, int]:
         """The file and the offset of a slot."""
