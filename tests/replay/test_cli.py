@@ -21,7 +21,7 @@ from faults.machine import warm
 from kvtier.cli import main
 from kvtier.stack import TierStack
 from kvtier.tools.replay.run import Replay
-from kvtier.tools.replay.setup import ReplayOptions
+from kvtier.tools.replay.setup import ReplayOptions, read_config
 from kvtier.types.jobs import JobResult, TransferJob
 
 pytestmark = pytest.mark.usefixtures("temporary_folder")
@@ -141,6 +141,50 @@ def test_a_stack_file_decides_the_tiers(tmp_path: Path) -> None:
     assert told["tiers"]["dram"]["capacity_bytes"] == 2 << 20
     assert told["hit_tokens"]["hbm"] > 0
     assert told["hit_tokens"]["dram"] > 0
+
+
+STATEFUL = """
+stats_socket: {0}/stats
+state_dir: {0}/state
+tiers:
+- {{type: gpu}}
+- {{type: cpu, cpu_bytes_to_use: 2MiB}}
+"""
+BUDGETED = "- {{type: fs, roots: [{0}/root], capacity: 16MiB, admit: predicted, write_bytes_per_day: 1GiB}}\n"
+SHARED = "- {{type: shared_fs, root: {0}/shared, capacity: 16MiB}}\n"
+
+
+@pytest.mark.parametrize(
+    ("tiers", "options", "state"),
+    [
+        (BUDGETED, {}, "state"),
+        (BUDGETED, {"policy": "arc"}, "state"),
+        (BUDGETED, {"fs_root": "other"}, "other"),
+        (BUDGETED, {"server": "embedded"}, "scratch"),
+        (SHARED, {}, "scratch"),
+        ("", {}, "scratch"),
+    ],
+)
+def test_only_a_replay_over_the_stacks_own_roots_goes_on_with_its_state(
+    tmp_path: Path, tiers: str, options: dict[str, Any], state: str
+) -> None:
+    stack = tmp_path / "stack.yaml"
+    stack.write_text((STATEFUL + tiers).format(tmp_path))
+    options = {name: tmp_path / value if name == "fs_root" else value for name, value in options.items()}
+    config = read_config(ReplayOptions(stack=stack, **options), tmp_path / "scratch")
+    assert (config.state_dir, config.stats_socket) == (str(tmp_path / state), "")
+
+
+def test_a_trial_leaves_the_write_budget_of_the_stack_alone(tmp_path: Path) -> None:
+    stack = tmp_path / "stack.yaml"
+    stack.write_text((STATEFUL + BUDGETED).format(tmp_path))
+    sizes = ("--block-bytes", "4KiB", "--requests", "20")
+    figures(tmp_path, str(stack), *sizes)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "state").iterdir()}
+    assert "model-writes-1" in before
+    figures(tmp_path, str(stack), *sizes, "--fs-root", str(tmp_path / "other"))
+    assert {path.name: path.read_bytes() for path in (tmp_path / "state").iterdir()} == before
+    assert (tmp_path / "other" / "model-writes-1").exists()
 
 
 def test_one_wrong_byte_makes_exit_code_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from kvtier.config import StackConfig, find_tier, load_stack, open_stack, parse_stack
 from kvtier.config.plan import plan_tier
 from kvtier.errors import ConfigError
-from kvtier.options import TierOptions, folders_of, in_folders
+from kvtier.options import OwnedTierOptions, TierOptions, folders_of, in_folders
 from kvtier.stack import TierStack
 from kvtier.stack.learned.installed_policies import find_policy
 from kvtier.tier.registry import discover
@@ -125,15 +125,16 @@ def make_layout(options: ReplayOptions, block_tokens: int, factor: int | None) -
 
 def read_config(options: ReplayOptions, scratch: Path) -> StackConfig:
     """The stack of the options, or a GPU, CPU and filesystem stack. What is temporary has its disks in `scratch`, and
-    `fit` sets its sizes. It records nothing."""
-    config = parse_stack(DEFAULT_STACK) if options.stack is None else load_stack(options.stack)
-    config = config.model_copy(update={"record": None})
+    `fit` sets its sizes. It records nothing, serves no figures, and keeps what it learns as `_state_folder` says."""
+    stack = parse_stack(DEFAULT_STACK) if options.stack is None else load_stack(options.stack)
+    config = stack.model_copy(update={"record": None, "stats_socket": ""})
     if options.temporary:
         placed = [in_folders(tier, [str(scratch / tier.label)]) if folders_of(tier) else tier for tier in config.tiers]
         config = config.model_copy(update={"tiers": tuple(placed)})
     root = options.fs_root
     if root is not None:
         config = _change(config, FS, "--fs-root", lambda tier: in_folders(tier, [str(root.absolute())]))
+    config = config.model_copy(update={"state_dir": _state_folder(stack, config, root or scratch)})
     if options.policy is not None:
         try:
             find_policy(options.policy)
@@ -142,6 +143,13 @@ def read_config(options: ReplayOptions, scratch: Path) -> StackConfig:
         tiers = tuple(tier.with_known(policy=options.policy) for tier in config.tiers)
         config = config.model_copy(update={"tiers": tiers})
     return config
+
+
+def _state_folder(stack: StackConfig, placed: StackConfig, trial: Path) -> str:
+    """The stack's own `state_dir` while the replay holds a root of it: what is written there counts, and no engine has
+    the stack open. Otherwise a folder of the trial."""
+    at_home = [tier for tier in placed.tiers if isinstance(tier, OwnedTierOptions) and folders_of(tier)]
+    return stack.state_dir if any(tier in stack.tiers for tier in at_home) else str(trial.absolute())
 
 
 def fit(config: StackConfig, options: ReplayOptions, geometry: Geometry) -> StackConfig:
