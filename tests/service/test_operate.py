@@ -19,6 +19,7 @@ from kvtier.service.channel import send_greeting
 from kvtier.service.connected import OTHERS
 from kvtier.service.wire import Inquiry
 from kvtier.stack.watching.stats import EngineStats
+from kvtier.tools.commands import operate
 
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "engine_at_service.py")
 
@@ -69,6 +70,16 @@ def test_an_operator_sees_engines_and_rows_and_resets_them(tmp_path):
             assert two.load(range(16), "b") == ["missing"] * 16
             assert one.store(range(16)) == ["stored"] * 16
             assert two.load(range(16), "c") == ["hit"] * 16
+
+
+def test_a_reset_that_is_not_durable_is_an_error_in_both_forms(monkeypatch):
+    fault = "the reset of tier fs is not durable"
+    monkeypatch.setattr(operate, "inquire", lambda *_: {"fault": fault})
+    assert run("reset", "socket", status=1) == f"{fault}\n"
+    assert json.loads(run("reset", "socket", "--json", status=1))["fault"] == fault
+    monkeypatch.setattr(operate, "inquire", lambda *_: {"fault": ""})
+    run("reset", "socket")
+    run("reset", "socket", "--json")
 
 
 def test_the_example_stores_and_the_next_engine_loads(tmp_path):

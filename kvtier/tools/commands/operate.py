@@ -39,8 +39,12 @@ def _shown(what: str, path: str, timeout: float, as_json: bool, about: str = "")
     found = inquire(path, what, timeout, about)
     if not as_json:
         return found
-    click.echo(json.dumps({"command": what, "version": VERSION} | found, indent=2))
+    click.echo(_as_json(what, found))
     return None
+
+
+def _as_json(what: str, found: dict[str, Any]) -> str:
+    return json.dumps({"command": what, "version": VERSION} | found, indent=2)
 
 
 @click.command(short_help="Look whether a stack process answers.")
@@ -92,11 +96,10 @@ def engines(path: str, timeout: float, as_json: bool) -> None:
 @_options
 def reset(path: str, timeout: float, as_json: bool) -> None:
     """Make every block of the namespaces that engines of a `kvtier serve` have joined unreachable, for all its engines,
-    in rows and below. Returns once that is durable."""
-    found = _shown("reset", path, timeout, as_json)
-    if found is not None:
-        click.echo(found["fault"] or "nothing stored before is found any more")
-    if found is not None and found["fault"]:
+    in rows and below. Returns once that is durable, and exits with 1 if it is not."""
+    found = inquire(path, "reset", timeout)
+    click.echo(_as_json("reset", found) if as_json else found["fault"] or "nothing stored before is found any more")
+    if found["fault"]:
         raise click.exceptions.Exit(1)
 
 
