@@ -408,6 +408,24 @@ def test_what_the_disk_does_not_give_back_is_a_finding(tmp_path: Path, monkeypat
         assert document["whole"] == 7
 
 
+def test_a_block_that_another_host_evicts_while_it_is_read_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = write_files(tmp_path / "root")
+    evicted = written.places[keys(8)[3]]
+    read = os.preadv
+
+    def stale(fd: int, buffers: list[memoryview], offset: int, *flags: int) -> int:
+        if os.fstat(fd).st_ino == inode:
+            raise OSError(errno.ESTALE, "stale file handle")
+        return read(fd, buffers, offset, *flags)
+
+    inode = evicted.stat().st_ino
+    monkeypatch.setattr(os, "preadv", stale)
+    document = tool_json("fsck", written.path)
+    assert (document["whole"], document["counts"]) == (7, [])
+
+
 def test_a_bucket_that_somebody_keeps_locked_is_checked_but_not_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

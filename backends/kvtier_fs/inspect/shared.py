@@ -1,5 +1,6 @@
 """A root of layout `files` for `kvtier fsck`, `ls`, `du` and `gc`: read, repaired and pruned beside its users."""
 
+import errno
 import os
 import re
 import stat
@@ -13,7 +14,7 @@ from kvtier.tier.stack_files import MODEL_FILE
 from kvtier.tier.store_inspection import CheckedPage
 from kvtier_fs.format.tree_records import decode_account, decode_epoch, decode_tree, encode_epoch, encode_tree
 from kvtier_fs.inspect.shared_root import NOT_THERE, FileContent, FileRun, InspectedTree, open_block_file, unread_fault
-from kvtier_fs.inspect.store import read_fault, shown
+from kvtier_fs.inspect.store import CheckedRun, read_fault, shown
 from kvtier_fs.roots.folder import LOCK_NAME, SUPERBLOCK_NAME, plain_file, write_all
 from kvtier_fs.shared.block_file import remove_if
 from kvtier_fs.shared.bucket import ACCOUNT_NAME, Bucket
@@ -22,6 +23,7 @@ from kvtier_fs.shared.leases import LEASE_NAME, decode_holder
 from kvtier_fs.shared.paths import BLOCK_NAME, BUCKET_NAME, NAMESPACE_NAME, TEMPORARY_NAME, BlockPlace, bucket_name
 
 _DAMAGED = "checksum"
+_REMOVED = read_fault(OSError(errno.ESTALE, ""))
 _RECOUNTED = (FindingKind.ORPHANED, FindingKind.BAD_ACCOUNT, FindingKind.STALE_ACCOUNT)
 """What a new count of its bucket repairs."""
 _MANIFEST_NAME = re.compile(r"manifest-[0-9a-f]{32}\.json")
@@ -51,6 +53,11 @@ class SharedInspection(InspectedTree):
                 with open_block_file(leaf_fd, place, number, self.tree, self.epoch) as found:
                     if found is not None:
                         yield found
+
+    def _verify(self, run: FileRun) -> CheckedRun[FileContent, FileRun]:
+        """Read the payloads; a file that another host removed while it was open is gone, as one removed before."""
+        checked = super()._verify(run)
+        return checked._replace(others=[(one, fault) for one, fault in checked.others if fault != _REMOVED])
 
     def _place_in_words(self, one: FileContent) -> str:
         place = one.place
