@@ -98,7 +98,7 @@ Quota = Annotated[
     ),
 ]
 """Bytes of a tier, or a share of its capacity."""
-Seconds = Annotated[float, Field(gt=0, lt=1e9, allow_inf_nan=False, strict=False)]
+Seconds = Annotated[float, Field(gt=0, lt=1e9, allow_inf_nan=False)]
 """Some of them are handed to waits of the system, which take no more than 9.2e9. An `le` here would replace the
 `le` of an option."""
 Duration = Annotated[int, BeforeValidator(parse_duration), Field(json_schema_extra={"type": "string"})]

@@ -72,7 +72,7 @@ class CPUOptions(TierOptions):
     cpu_bytes_to_use: ByteSize = Field(description="memory for rows; never exceeded, alignment costs blocks instead")
     policy: PolicyName = Field(default="lru", description="which block goes first when the rows are full")
     free_watermark: float = Field(
-        default=0.05, ge=0.0, lt=1.0, strict=False, description="share of rows kept free by background demotion"
+        default=0.05, ge=0.0, lt=1.0, description="share of rows kept free by background demotion"
     )
     retained_max: Quota = Field(
         default=0.25,

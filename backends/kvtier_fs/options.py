@@ -76,7 +76,6 @@ class FSOptions(RootOptions, OwnedTierOptions):
         default=0.0,
         ge=0,
         allow_inf_nan=False,
-        strict=False,
         description="open waits this long for another process to let go of a root, as when a restart overlaps",
     )
 

@@ -60,9 +60,7 @@ class StackOptions(Options):
         description="how long closing may drain what is in flight before it drops the rest, and may then take to write "
         "what policies have learned",
     )
-    prefill_tokens_per_second: (
-        Literal["measured"] | Annotated[float, Field(ge=0, allow_inf_nan=False, strict=False)]
-    ) = Field(
+    prefill_tokens_per_second: Literal["measured"] | Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
         default=0.0,
         description="speed at which the engine computes a prompt, or measured: what a tier would load later is a miss; "
         "0: not known",

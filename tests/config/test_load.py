@@ -11,7 +11,7 @@ from support_backends import STANDARD, CPUTier, DiskTier, GPUTier, Idle, add_dis
 from kvtier.config import StackConfig, StackOptions, build_tiers, load_stack, parse_stack, stack_schema
 from kvtier.config.plan import TierPlan, plan_stack
 from kvtier.errors import ConfigError
-from kvtier.options import ADMISSION_BYTES, INDEX_BYTES_PER_SLOT, OwnedTierOptions
+from kvtier.options import ADMISSION_BYTES, INDEX_BYTES_PER_SLOT, KeepsRowsFree, OwnedTierOptions
 from kvtier.tier.registry import Backends
 from kvtier.types.geometry import GroupKind, GroupLayout, KVLayout, TensorRef
 
@@ -141,6 +141,22 @@ MISTAKES = {
         f"load_timeout_seconds: soon\ntiers: [{CPU}]",
         "load_timeout_seconds: 'soon' is not accepted",
     ),
+    "a number in quotes for a timeout": (
+        f'load_timeout_seconds: "5"\ntiers: [{CPU}]',
+        "load_timeout_seconds: '5' is not accepted; it should be a valid number",
+    ),
+    "true for a timeout": (
+        f"load_timeout_seconds: true\ntiers: [{CPU}]",
+        "load_timeout_seconds: True is not accepted; it should be a valid number",
+    ),
+    "a number in quotes for a speed": (
+        f'prefill_tokens_per_second: "100"\ntiers: [{CPU}]',
+        "prefill_tokens_per_second: '100' is not known",
+    ),
+    "true for a speed": (
+        f"prefill_tokens_per_second: true\ntiers: [{CPU}]",
+        "prefill_tokens_per_second: True is not known",
+    ),
     "a time beyond what the system waits": (
         f"load_timeout_seconds: 1e10\ntiers: [{CPU}]",
         "load_timeout_seconds: 10000000000.0 is not accepted; it should be less than 1",
@@ -201,6 +217,20 @@ def test_a_mistake_ends_in_one_line_with_the_path_of_its_key_and_what_to_do(case
     text, expected = MISTAKES[case]
     (line,) = lines(text, backends)
     assert line.startswith(expected)
+
+
+@pytest.mark.parametrize("given", ["'0.5'", "true"])
+def test_a_number_of_a_tier_is_no_text_and_no_boolean(given: str) -> None:
+    cpu, disk = "type: cpu, cpu_bytes_to_use: 1GiB", "type: fs, roots: [/a], capacity: 1GiB"
+    wrong = (
+        f"{{{cpu}, free_watermark: {given}}}, {{{disk}, owner_timeout_seconds: {given}, job_timeout_seconds: {given}}}"
+    )
+    with pytest.raises(ConfigError) as caught:
+        parse_stack(f"tiers: [{wrong}]")
+    assert str(caught.value).count("is not accepted; it should be a valid number") == 3
+    numbers = parse_stack(f"tiers: [{wrong.replace(given, '0.5')}]").tiers
+    assert isinstance(numbers[0], KeepsRowsFree)
+    assert numbers[0].free_watermark == 0.5
 
 
 @pytest.mark.parametrize("text", ["", "just text", "[1, 2]", "5"])
