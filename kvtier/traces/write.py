@@ -349,12 +349,13 @@ class _Folder:
             self._file.flush()
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+        """End the file, if there is one; also where that fails it is closed once."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
 
     def _begin_file(self) -> None:
         self.close()
-        self._file = None
         self._make_folder()
         left = self._max_bytes - self._share
         for path in sorted(self._path.glob(_PATTERN), key=self._age):

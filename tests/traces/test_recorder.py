@@ -209,6 +209,25 @@ def small(folder: Path, **more: object) -> Recorder:
     return Recorder(RecordOptions.model_construct(**options), 16)  # type: ignore[arg-type]
 
 
+async def test_a_disk_that_is_full_while_a_file_is_ended_closes_its_descriptor_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ended = []
+
+    class FullAtItsEnd(TraceFile):
+        def close(self) -> None:
+            ended.append(self._file)
+            super().close()
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "TraceFile", FullAtItsEnd)
+    recorder = small(tmp_path)
+    await record(recorder, 40)
+    assert len(files(tmp_path)) == len(ended) == 1
+    assert recorder.dropped > 0
+    assert "No space left" in caplog.text
+
+
 async def test_a_dangling_link_among_the_files_is_left_alone(tmp_path: Path) -> None:
     link = tmp_path / "trace-20200101T000000Z-1-00001.jsonl.gz"
     link.symlink_to(tmp_path / "nowhere")
