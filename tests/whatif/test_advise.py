@@ -6,7 +6,7 @@ import json
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -174,3 +174,37 @@ def test_the_command_advises(tmp_path: Path) -> None:
     assert found["purchases"][0]["seconds_gained"] > 0
     wrong = CliRunner().invoke(main, [*command, "--price-cpu", "4"])
     assert (wrong.exit_code, wrong.output.count("\n")) == (2, 1)
+
+
+def test_a_calibration_counts_by_medium_whatever_its_tiers_are_called(tmp_path: Path) -> None:
+    def advice(*tiers: tuple[str, str, float], status: int = 0) -> tuple[dict[str, Any], str]:
+        measured = [
+            {
+                "name": name,
+                "medium": medium,
+                "figures": [
+                    {"move": move, "block_bytes": 65536, "gib_per_second": rate, "single_p50_us": 0.0}
+                    for move in ("load", "store")
+                ],
+            }
+            for name, medium, rate in tiers
+        ]
+        calibration, figures = tmp_path / "bench.json", tmp_path / "figures.json"
+        calibration.write_text(json.dumps({"command": "bench", "tiers": measured}))
+        done = CliRunner().invoke(main, [*command, "--calibration", str(calibration), "--json", str(figures)])
+        assert done.exit_code == status, done.output
+        return json.loads(figures.read_text()), " ".join(done.output.split())
+
+    write_trace(tmp_path / "trace.jsonl", 3, 50)
+    command = ["advise", "--trace", str(tmp_path / "trace.jsonl"), "--block-tokens", str(BLOCK_TOKENS)]
+    found, shown = advice(("dram", "CPU", 2.0), ("nvme", "FS", 0.5))
+    costs = found["costs"]
+    assert costs["cpu_seconds"] == pytest.approx(costs["block_bytes"] / (2.0 * GIB))
+    assert costs["disk_seconds"] == pytest.approx(costs["block_bytes"] * (1 / 2.0 + 1 / 0.5) / GIB)
+    assert "cpu measured: load 2.00 GiB/s" in shown
+    assert "disk measured: load 0.50 GiB/s" in shown
+    found, shown = advice(("dram", "CPU", 2.0))
+    assert (found["services"]["cpu"]["source"], found["services"]["disk"]["source"]) == ("measured", "assumed")
+    assert "disk assumed: load 2.00 GiB/s" in shown
+    _, shown = advice(("cpu", "FS", 2.0), status=2)
+    assert "bench.json: has no figures of a CPU tier" in shown

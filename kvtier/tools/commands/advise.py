@@ -17,7 +17,16 @@ from kvtier.tools.commands.run_report import (
     size,
     time_unit_option,
 )
-from kvtier.tools.whatif.advise import PURCHASES, Advice, Savings, Sizes, block_bytes_of, costs_of, read_prices
+from kvtier.tools.whatif.advise import (
+    PURCHASES,
+    Advice,
+    Savings,
+    Sizes,
+    block_bytes_of,
+    costs_of,
+    read_prices,
+    services_of,
+)
 from kvtier.tools.whatif.miss_ratio import lru_curve, shadow_rates, shadow_sizes
 from kvtier.traces.read import TimeUnit, read_trace
 
@@ -71,10 +80,10 @@ def advise(
     tier of the size holds.
     """
     kinds = {name: find_policy(name) for name in policies}
-    listed = read_prices(prices, price_cpu, price_disk)
-    source = read_trace(trace, requests, block_tokens, time_unit)
+    listed, source = read_prices(prices, price_cpu, price_disk), read_trace(trace, requests, block_tokens, time_unit)
     note_times(source)
     block_bytes = block_bytes_of(read_layout(layout).layout(), source.block_tokens)
+    services = services_of(block_bytes, calibration)
     have = Sizes(cpu_bytes or 0, disk_bytes or 0)
     with progress(source.name, source.num_requests * (1 + len(policies))) as advance:
         curve = lru_curve(source, advance)
@@ -83,7 +92,7 @@ def advise(
             name: dict(zip(sizes, shadow_rates(source, kind, sizes, advance), strict=True))
             for name, kind in kinds.items()
         }
-    worth = Savings(curve, costs_of(source.block_tokens, block_bytes, prefill_tokens_per_second, calibration))
+    worth = Savings(curve, costs_of(source.block_tokens, block_bytes, prefill_tokens_per_second, services))
     settings: dict[str, object] = {
         "source": source.name,
         "source_seconds": source.seconds,
@@ -96,4 +105,4 @@ def advise(
         "prices": listed and listed.model_dump(),
     }
     bought = worth.purchases(have, listed, budget, PURCHASES) if listed else []
-    report(Advice(worth, have, bought, settings, shadows), json_file, html_file)
+    report(Advice(worth, have, bought, settings, shadows, services), json_file, html_file)

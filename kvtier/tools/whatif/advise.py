@@ -7,7 +7,7 @@ tokens, less the time to load its bytes; a tier that loads more slowly than the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from kvtier.errors import ConfigError
 from kvtier.options import Options, size_text
 from kvtier.tools.whatif.miss_ratio import Curve
 from kvtier.tools.whatif.page import Part, Series, Table, chart_of, page
-from kvtier.tools.whatif.service import Calibration, read_calibration
+from kvtier.tools.whatif.service import Service, describe, read_calibration
 from kvtier.types.geometry import Geometry, KVLayout
 from kvtier.types.keys import CPU, FS
 
@@ -148,25 +148,37 @@ def block_bytes_of(layout: KVLayout, block_tokens: int) -> int:
     return round(sum(per_token) * block_tokens)
 
 
+def services_of(block_bytes: int, calibration: Path | None = None) -> dict[str, Service]:
+    """The speed of a CPU tier and of a disk, by a calibration or as assumed.
+
+    Raises ConfigError for a calibration that did not measure a CPU tier.
+    """
+    measured = read_calibration(calibration)
+    found = {name: measured.of_medium(medium, block_bytes) for name, medium in (("cpu", CPU), ("disk", FS))}
+    if calibration is not None and found["cpu"].source == "assumed":
+        raise ConfigError("has no figures of a CPU tier", str(calibration))
+    return found
+
+
 def costs_of(
-    block_tokens: int, block_bytes: int, prefill_tokens_per_second: float, calibration: Path | None = None
+    block_tokens: int, block_bytes: int, prefill_tokens_per_second: float, services: Mapping[str, Service]
 ) -> Costs:
-    """Seconds of a block, by a calibration or by what is assumed of a CPU tier and a disk."""
-    measured = read_calibration(calibration) if calibration else Calibration()
-    rates = [measured.service(name, medium, block_bytes).load for name, medium in (("cpu", CPU), ("fs", FS))]
-    cpu, disk = (block_bytes / rate.bytes_per_second for rate in rates)
+    """Seconds of a block with these services of `cpu` and `disk`. A load from disk passes the CPU tier."""
+    cpu, disk = (block_bytes / services[name].load.bytes_per_second for name in ("cpu", "disk"))
     return Costs(block_tokens / prefill_tokens_per_second, cpu, cpu + disk, block_bytes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Advice:
-    """The curve of a trace and what follows from it. `shadows` are hit rates by policy and size in blocks."""
+    """The curve of a trace and what follows from it. `shadows` are hit rates by policy and size in blocks, `services`
+    the speeds that it counts on."""
 
     worth: Savings
     have: Sizes
     purchases: Sequence[Purchase]
     settings: dict[str, object]
     shadows: dict[str, dict[int, float]] = field(default_factory=dict)
+    services: Mapping[str, Service] = field(default_factory=dict)
     ok: bool = True
 
     @property
@@ -200,6 +212,7 @@ class Advice:
                 for policy, rates in self.shadows.items()
             },
             "shadow_knees": {policy: self.knee(policy) for policy in self.shadows},
+            "services": {name: service.to_json() for name, service in self.services.items()},
             "costs": asdict(self.worth.costs),
             "purchases": [asdict(purchase) for purchase in self.purchases],
         }
@@ -254,6 +267,7 @@ class Advice:
             f"can be hit.",
             f"The knee is at {size_text(curve.knee() * block_bytes)}: {100 * curve.hit_rate(curve.knee()):.2f} % hit. "
             f"Computed at {self.settings['prefill_tokens_per_second']:,.0f} tokens/s.",
+            describe([*self.services.items()]) + ".",
         ]
 
     def _rows(self) -> Sequence[tuple[int, tuple[str, ...]]]:
@@ -296,4 +310,4 @@ class Advice:
 _COLUMNS = ("size", "blocks", "% hit", "s/GiB of CPU", "s/GiB of disk")
 
 
-__all__ = ["PURCHASES", "Advice", "costs_of", "read_prices"]
+__all__ = ["PURCHASES", "Advice", "costs_of", "read_prices", "services_of"]

@@ -76,6 +76,7 @@ class MeasuredTier(_Measured):
     """A tier in the figures of `kvtier bench --json`."""
 
     name: str
+    medium: str = ""
     figures: tuple[MeasuredFigure, ...] = ()
 
     def best(self, move: str, row_bytes: int) -> MeasuredFigure | None:
@@ -99,6 +100,13 @@ class Calibration(_Measured):
             if load is not None and store is not None:
                 return Service(load.rate(load.block_bytes or 0), store.rate(store.block_bytes or 0), "measured")
         return assumed
+
+    def of_medium(self, medium: Medium, row_bytes: int) -> Service:
+        """The figures of the first tier of a medium that was measured, whatever its name."""
+        names = [tier.name for tier in self.tiers if tier.medium == medium]
+        found = [self.service(name, medium, row_bytes) for name in names]
+        assumed = ASSUMED.get(medium, ASSUMED[REMOTE])
+        return next((service for service in found if service is not assumed), assumed)
 
 
 def read_calibration(path: Path | None) -> Calibration:
