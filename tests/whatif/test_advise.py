@@ -18,6 +18,7 @@ from kvtier.cli import main
 from kvtier.config.layout import DEFAULT_LAYOUT, read_layout
 from kvtier.errors import ConfigError
 from kvtier.policy.reuse.policy import Reuse
+from kvtier.tools.commands.record import summarize
 from kvtier.tools.whatif.advise import GIB, Costs, Prices, Savings, Sizes, block_bytes_of, read_prices
 from kvtier.tools.whatif.miss_ratio import Curve, StackDistances, lru_curve, shadow_rates
 from kvtier.traces.read import read_trace
@@ -53,6 +54,15 @@ def test_the_curve_is_that_of_a_tier_of_every_size(seed: int, tmp_path: Path) ->
     sizes = [*range(1, 60, 2), *range(60, curve.working_set + 20, 97)]
     print(f"seed {seed}, working set {curve.working_set}")
     assert shadow_rates(source, "lru", sizes) == [curve.hit_rate(size) for size in sizes]
+
+
+@pytest.mark.parametrize("seed", seeds(6, 2))
+def test_a_summary_finds_again_what_a_tier_without_bound_hits(seed: int, tmp_path: Path) -> None:
+    source = write_trace(tmp_path / "trace.jsonl", seed)
+    curve, found = lru_curve(source), summarize(source)
+    assert any(request.prompt_tokens % BLOCK_TOKENS for request in source.requests())
+    assert (found.reused_blocks, found.distinct_blocks) == (curve.hits(curve.working_set), curve.working_set)
+    assert found.reuse == curve.hit_rate(curve.working_set)
 
 
 def test_places_of_recency_are_given_out_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

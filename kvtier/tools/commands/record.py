@@ -69,8 +69,9 @@ def record(
 class TraceSummary:
     """Figures of a trace.
 
-    `reused_blocks` are those of each prompt's longest prefix that earlier prompts had: what a cache without bound hits.
-    `seconds` lie between the first and the last request; 0 where no times are known.
+    `block_references` counts the blocks of all prompts, partial ones included; a partial block is never found again, so
+    what follows counts whole ones. `reused_blocks` are those of each prompt's longest prefix that earlier prompts had:
+    what a cache without bound hits. `seconds` lie between the first and the last request; 0 where no times are known.
     """
 
     name: str
@@ -107,7 +108,7 @@ class TraceSummary:
             "sessions": count_text(self.sessions) if self.sessions else "not in the trace",
             "tokens": f"{count_text(self.prompt_tokens)} of prompts, {count_text(self.output_tokens)} of outputs",
             "blocks": f"{count_text(self.block_references)} of {self.block_tokens} tokens, "
-            f"{count_text(self.distinct_blocks)} distinct, {once:.1%} of them used once",
+            f"{count_text(self.distinct_blocks)} distinct whole ones, {once:.1%} of them used once",
             "longest prompt": f"{count_text(self.longest_blocks)} blocks",
             "reuse": f"{self.reuse:.1%} of the blocks are in a prefix that came before",
         }
@@ -118,9 +119,11 @@ class TraceSummary:
 def summarize(source: RequestSource, progress: Callable[[], None] = lambda: None) -> TraceSummary:
     """Read a trace once and add it up. Takes about 150 bytes of memory for each distinct block."""
     chain, seen, sessions = KeyChain(), Counter[bytes](), set[str]()
-    prompt_tokens = output_tokens = reused = 0
+    prompt_tokens = output_tokens = references = reused = 0
     for request in source.requests():
-        digests = chain.digests(request)[: request.prompt_blocks]
+        whole = min(request.prompt_blocks, request.prompt_tokens // source.block_tokens)
+        digests = chain.digests(request)[:whole]
+        references += request.prompt_blocks
         reused += next((at for at, digest in enumerate(digests) if digest not in seen), len(digests))
         seen.update(digests)
         sessions.add(request.session)
@@ -136,7 +139,7 @@ def summarize(source: RequestSource, progress: Callable[[], None] = lambda: None
         output_tokens,
         source.block_tokens,
         source.longest_blocks,
-        seen.total(),
+        references,
         len(seen),
         sum(count == 1 for count in seen.values()),
         reused,
