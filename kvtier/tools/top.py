@@ -90,7 +90,10 @@ async def read(address: str) -> StackReading:
 
 
 def _check_url(address: str) -> None:
-    parts = urlsplit(address)
+    try:
+        parts = urlsplit(address)
+    except ValueError:  # its text may hold a password
+        raise UsageError("that is no URL: its host cannot be read; an IPv6 address stands in brackets") from None
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise UsageError(f"{parts.scheme}://... is not the URL of a page of metrics: give http, https or a socket")
     if parts.username is not None or parts.password is not None:

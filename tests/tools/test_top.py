@@ -378,9 +378,14 @@ def test_a_page_that_is_none_is_one_line(
 def test_addresses_that_cannot_be_are_one_line() -> None:
     assert "is not the URL of a page of metrics" in refused("ftp://host/x")
     assert "is not the URL of a page of metrics" in refused("http:///x")
-    line = refused("http://user:secret@host/metrics")
-    assert "is refused" in line
-    assert "secret" not in line
+    for address, reason in (
+        ("user:secret@host", "is refused"),
+        ("[::1", "is no URL"),
+        ("user:secret@[::1", "is no URL"),
+    ):
+        line = refused(f"http://{address}/metrics")
+        assert reason in line
+        assert "secret" not in line
 
 
 @pytest.mark.parametrize(
