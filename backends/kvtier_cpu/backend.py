@@ -47,6 +47,7 @@ from kvtier_cpu.region.populate import HUGE_BYTES, private_works
 from kvtier_cpu.region.shared_region import Populated, RegionSpec, SharedRegion, Sharing, intact_rows, seal_rows
 
 if TYPE_CHECKING:
+    from kvtier.tier.registry import DryRun
     from kvtier_cpu.region.huge_pages import HugePages
 
 TRANSFER_OF, IS_OK = attrgetter("transfer"), attrgetter("ok")
@@ -214,6 +215,18 @@ class CPUBackend(LoadStore):
                 slot_bytes=(spec.geometry.row_bytes,) * spec.geometry.num_groups,
             ),
             mode=mode,
+        )
+
+    def dry_run(self, geometry: Geometry, probe: bool) -> DryRun:
+        """The problems of opening on this machine, if it may be looked at. Takes no memory."""
+        from kvtier.tier.registry import DryRun  # for `kvtier check` alone
+        from kvtier_cpu.dry_run import dry_run
+
+        num_rows = self.options.cpu_bytes_to_use // geometry.row_bytes
+        if not probe or not num_rows:
+            return DryRun()
+        return dry_run(
+            RegionSpec(geometry, num_rows, b"", reserved=self.options.reserved_huge_pages), self._host.limits
         )
 
     @classmethod

@@ -13,10 +13,11 @@ _NO_LIMIT_BYTES = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """`have_bytes` bytes can still be taken from `where`."""
+    """`have_bytes` bytes can still be taken from `where`, of `total_bytes` in all; None where that is not known."""
 
     where: str
     have_bytes: int
+    total_bytes: int | None = None
 
 
 class MemoryLimits(Protocol):
@@ -52,9 +53,13 @@ class SystemLimits:
     proc: Path = Path("/proc")
 
     def readings(self) -> list[Reading]:
-        available_kib = _figures(self.proc / "meminfo").get("MemAvailable:")
-        available = [] if available_kib is None else [Reading("MemAvailable", available_kib * 1024)]
-        return [*available, *self._cgroups()]
+        return [*self._available(), *self._cgroups()]
+
+    def _available(self) -> Iterator[Reading]:
+        figures = _figures(self.proc / "meminfo")
+        available_kib, total_kib = figures.get("MemAvailable:"), figures.get("MemTotal:")
+        if available_kib is not None:
+            yield Reading("MemAvailable", available_kib * 1024, None if total_kib is None else total_kib * 1024)
 
     def _cgroups(self) -> Iterator[Reading]:
         own = dict(_own_cgroups(self.proc))
@@ -117,7 +122,8 @@ def _reading(files: _Files, group: Path) -> Reading | None:
     if not limits or usage is None or min(limits) >= _NO_LIMIT_BYTES:
         return None
     reclaimable = _figures(group / "memory.stat").get(files.reclaimable, 0)
-    return Reading(f"the memory limit of cgroup {group}", max(0, min(limits) - max(0, usage - reclaimable)))
+    limit = min(limits)
+    return Reading(f"the memory limit of cgroup {group}", max(0, limit - max(0, usage - reclaimable)), limit)
 
 
 def _figures(path: Path) -> dict[str, int]:

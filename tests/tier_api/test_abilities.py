@@ -38,7 +38,7 @@ OF_INSTANCES = {
 }
 EXPECTED = {
     "gpu": {FencesCopies},
-    "cpu": {AttachesRows, FitsGeometry, ProvidesRows, SealsRows},
+    "cpu": {AttachesRows, DryRuns, FitsGeometry, ProvidesRows, SealsRows},
     "fs": {ProbesAlignment, Resettable, DryRuns},
     "shared_fs": {AnswersLookups, ProbesAlignment, Resettable, StatesEpoch, DryRuns},
     "valkey": {AnswersLookups, Resettable, StatesEpoch, DryRuns, EmbedsServer},

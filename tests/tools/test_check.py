@@ -158,6 +158,14 @@ def test_several_mistakes_are_several_lines(stack: Path) -> None:
     assert [line.split(": ")[1] for line in found] == ["spare", "more", "tiers[1].cpu_bytes_to_use"]
 
 
+def test_rows_that_this_machine_can_never_have_are_told_by_a_probe_alone(stack: Path) -> None:
+    write(stack, "", cpu="900TiB")
+    (line,) = errors(stack)
+    assert line.startswith("error: tiers[1].cpu_bytes_to_use: needs 900.")
+    assert line.endswith(" at most")
+    assert check(stack, "--no-probe").exit_code == 0
+
+
 def test_a_user_that_this_host_lacks_is_named(stack: Path, tmp_path: Path) -> None:
     write(stack, f"{disk(tmp_path)}\nallow: [no-such-user]")
     assert errors(stack) == ["error: allow: there is no user 'no-such-user' on this host"]

@@ -15,7 +15,10 @@ from support_region import geometry
 
 from kvtier.errors import SharedMemoryError
 from kvtier.tier.memory_limits import Reading, SystemLimits, require
+from kvtier.tier.registry import DryRun
 from kvtier_cpu import RegionSpec, Sharing, open_region
+from kvtier_cpu.backend import CPUBackend, CPUOptions
+from kvtier_cpu.dry_run import dry_run
 from kvtier_cpu.region import opening
 from kvtier_cpu.region import populate as populate_module
 from kvtier_cpu.region.opening import RegionHost, attach_region
@@ -68,6 +71,53 @@ def test_too_little_memory_is_a_typed_error_before_any_touch(sharing: Sharing, m
     assert set(os.listdir("/proc/self/fd")) <= descriptors
 
 
+# ---- before it is opened
+
+PAGES = {"nr_hugepages": 4, "free_hugepages": 3, "resv_hugepages": 1, "surplus_hugepages": 1}
+
+
+@pytest.mark.parametrize(
+    ("have", "total", "problem", "note"),
+    [
+        (1 << 40, 1 << 41, "", ""),
+        (4096, 1 << 41, "", "needs 64.12 MiB; a cup: 4 KiB now"),
+        (4096, None, "", "needs 64.12 MiB; a cup: 4 KiB now"),
+        (4096, 8192, "cpu_bytes_to_use: needs 64.12 MiB; a cup: 8 KiB at most", ""),
+    ],
+)
+def test_a_dry_run_knows_what_is_never_enough_from_what_is_taken_now(
+    have: int, total: int | None, problem: str, note: str
+) -> None:
+    offers = Offers([Reading("plenty", 1 << 40, 1 << 41), Reading("a cup", have, total)])
+    tier = CPUBackend(CPUOptions(cpu_bytes_to_use=64 << 20), RegionHost(offers))
+    found = tier.dry_run(geometry(), True)
+    assert [str(each) for each in found.problems] == ([problem] if problem else [])
+    assert found.notes == ((note,) if note else ())
+    assert tier.dry_run(geometry(), False) == DryRun()
+
+
+@pytest.mark.parametrize(
+    ("pages", "problem", "note"),
+    [
+        ({}, "at most", ""),
+        (PAGES, "8 MiB at most", ""),
+        (PAGES | {"nr_overcommit_hugepages": 2}, "", "6 MiB now"),
+        (PAGES | {"nr_overcommit_hugepages": 4}, "", ""),
+    ],
+)
+def test_a_dry_run_counts_the_pages_that_were_set_aside(
+    tmp_path: Path, pages: dict[str, int], problem: str, note: str
+) -> None:
+    for name, count in pages.items():
+        (tmp_path / name).write_text(f"{count}\n")
+    shape = geometry()
+    spec = RegionSpec(shape, (10 << 20) // shape.row_bytes, b"", reserved=True)
+    found = dry_run(spec, Offers(NOTHING_READ), tmp_path)
+    for shown, expected in ((found.problems, problem), (found.notes, note)):
+        assert [str(each).endswith(expected) for each in shown] == [True] * bool(expected)
+        assert all("vm.nr_hugepages" in str(each) for each in shown)
+
+
 # ---- reading the limits
 
 
@@ -91,6 +141,14 @@ def have(limits: SystemLimits) -> dict[str, int]:
 
 def test_mem_available_counts(tmp_path: Path) -> None:
     assert have(system(tmp_path, "", "")) == {"MemAvailable": 1_024_000}
+
+
+def test_a_reading_knows_what_there_is_in_all(tmp_path: Path) -> None:
+    top = tmp_path / "cg"
+    group(top, max=1000, current=400, stat="")
+    meminfo = "MemTotal: 4000 kB\nMemAvailable: 1000 kB\n"
+    limits = system(tmp_path, "0::/\n", f"31 23 0:28 / {top} rw - cgroup2 cgroup2 rw\n", meminfo)
+    assert [reading.total_bytes for reading in limits.readings()] == [4_096_000, 1000]
 
 
 def test_every_enclosing_cgroup_of_version_2_counts_less_the_file_cache_it_can_drop(tmp_path: Path) -> None:
