@@ -8,6 +8,7 @@ names of files, functions and exceptions; no key, no payload.
 
 from __future__ import annotations
 
+import errno
 import faulthandler
 import logging
 import mmap
@@ -65,11 +66,14 @@ class CrashFile:
         self._messages = 0
         try:
             self._fd = os.open(self.file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            os.write(self._fd, (b" " * (_LINE_BYTES - 1) + b"\n") * (_HEAD_BYTES // _LINE_BYTES))
+            head = (b" " * (_LINE_BYTES - 1) + b"\n") * (_HEAD_BYTES // _LINE_BYTES)
+            if os.write(self._fd, head) < len(head):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._head = mmap.mmap(self._fd, _HEAD_BYTES)
             faulthandler.enable(self._fd)
         except OSError as error:
             _log.warning("no file for defects can be made: %s", error)
+            self.close()
             self._head = mmap.mmap(-1, _HEAD_BYTES)
         self._write_line(0, f"handled: {_NONE}")
 
@@ -125,15 +129,24 @@ class CrashFile:
 
     def exit(self, error: BaseException) -> NoReturn:
         """End the process, at once and with one line in the log: half a step may be wrong state, so nothing is kept."""
-        report = "".join(_describe(error))
-        if self._fd >= 0:
+        try:
+            where = self._report("".join(_describe(error)))
+            _log.critical("the stack process ends with status %d: %s; see %s", EXIT_STATUS, _name(error), where)
+            logging.shutdown()
+        finally:
+            os._exit(EXIT_STATUS)
+
+    def _report(self, text: str) -> str:
+        """Write a report into the file. Returns where it is: itself, if there is no file or its disk has failed."""
+        if self._fd < 0:
+            return text
+        try:
             os.lseek(self._fd, 0, os.SEEK_END)
-            os.write(self._fd, report.encode())
-            faulthandler.dump_traceback(self._fd)
-        where = self.file if self._fd >= 0 else report
-        _log.critical("the stack process ends with status %d: %s; see %s", EXIT_STATUS, _name(error), where)
-        logging.shutdown()
-        os._exit(EXIT_STATUS)
+            os.write(self._fd, text.encode())
+        except OSError:
+            return text
+        faulthandler.dump_traceback(self._fd)
+        return self.file
 
     def close(self) -> None:
         """The process ends in order: nothing is left. Idempotent."""

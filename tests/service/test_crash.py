@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -223,6 +224,23 @@ def test_an_exception_is_shown_without_what_it_holds(path: str, monkeypatch: pyt
     assert "secret" not in content
 
 
+def test_a_disk_that_fails_does_not_keep_the_process(path: str, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    """It would go on from half a step."""
+
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, "the disk has failed")
+
+    crash = CrashFile(path)
+    monkeypatch.setattr(crash_file.os, "_exit", lambda status: (_ for _ in ()).throw(SystemExit(status)))
+    monkeypatch.setattr(crash_file.logging, "shutdown", lambda: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(crash_file.os, "write", fail)
+        with pytest.raises(SystemExit, match="70"):
+            crash.exit(KeyError())
+    assert "the stack process ends with status 70: KeyError; see \nKeyError" in caplog.text
+    crash.close()
+
+
 def test_many_engines_share_the_places_of_the_head(path: str) -> None:
     crash = CrashFile(path)
     for number in range(200):
@@ -232,6 +250,19 @@ def test_many_engines_share_the_places_of_the_head(path: str) -> None:
     content = Path(crash.file).read_bytes()
     crash.close()
     assert crash_file._blamed(content + b"\nKeyError\n") == "engine-199\\n"
+
+
+def test_no_place_for_a_whole_head_is_a_line_in_the_log(
+    path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write = os.write
+    with monkeypatch.context() as patch:
+        patch.setattr(crash_file.os, "write", lambda fd, data: write(fd, data[:4096]))
+        crash = CrashFile(path)
+    crash.begin("one", [wire.Drop("r")])
+    crash.close()
+    assert "no file for defects can be made: [Errno 28]" in caplog.text
+    assert not files(path)
 
 
 def test_no_place_for_a_file_is_a_line_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
