@@ -134,7 +134,9 @@ def _connect(identity: Identity, process: Participant, resumes: bool) -> Connect
 def _wait_for_answer(sock: socket.socket, path: str) -> None:
     """Wait as long as a stack process takes to open its rows, while its loop goes on. Raises OSError."""
     until = time.monotonic() + OPEN_SECONDS
-    while not select.select([sock], [], [], CONNECT_SECONDS)[0]:
+    poll = select.poll()  # `select` takes no descriptor above 1,023
+    poll.register(sock, select.POLLIN)
+    while not poll.poll(CONNECT_SECONDS * 1e3):
         try:
             inquire_text(path, "ping", CONNECT_SECONDS)
         except ResourceError as error:

@@ -70,6 +70,12 @@ class Restarts:
             self._times.popleft()
         self._hourly = len(self._times) == RESTARTS_MAX
 
+    def take_back(self) -> None:
+        """The system had no process to give after `on_start`: that was no restart."""
+        self.count -= 1
+        self._times.pop()
+        self._runs = False
+
     def begin(self) -> None:
         """The process has ended and is started again. Raises ResourceError if that is not due yet."""
         self.on_end()
@@ -104,7 +110,12 @@ class PrivateStack:
                 if again:
                     self.restarts.begin()
                 given = {"path": self.path, "linger_seconds": self._linger_seconds, "level": _log_level()}
-                _start({"stack": self._stack, **given})
+                try:
+                    _start({"stack": self._stack, **given})
+                except OSError:
+                    if again:
+                        self.restarts.take_back()
+                    raise
         except OSError as error:
             raise ConfigError(f"{NOT_STARTED}: {error.strerror or error}", "stack") from error
 
@@ -168,9 +179,10 @@ def _start(given: dict[str, object]) -> None:
 def _read_fault(pipe: int, deadline: float, status: int) -> str:
     """Why a process that starts does not listen; empty once it does. It is killed if it does not say so in time."""
     said, process = b"", 0
+    poll = select.poll()  # `select` takes no descriptor above 1,023
+    poll.register(pipe, select.POLLIN)
     while True:
-        left = deadline - time.monotonic()
-        if not select.select([pipe], [], [], max(0.0, left))[0]:
+        if not poll.poll(max(0.0, deadline - time.monotonic()) * 1e3):
             if process:
                 os.kill(process, signal.SIGKILL)
             return f"it does not listen within {START_SECONDS:g} s"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -254,6 +255,36 @@ def test_calls_that_seccomp_refuses_are_the_one_error(call: str, folder: str) ->
     done = python(code, stack_text(), folder, *calls)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 1, done.stdout
+
+
+def test_descriptors_above_those_of_select(folder: str) -> None:
+    """An engine has many files open."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    code = (
+        "import fcntl, os, resource\n"
+        "from support_service import TestEngine\n"
+        "from support_private import private_socket\n"
+        f"resource.setrlimit(resource.RLIMIT_NOFILE, ({hard}, {hard}))\n"
+        "null = os.open('/dev/null', os.O_RDONLY)\n"
+        "held = [os.dup(null) for _ in range(1030)]\n"
+        "with TestEngine(private_socket(sys.argv[1], sys.argv[2], linger_seconds=1.0)) as engine:\n"
+        "    print(engine.store(range(4)))\n"
+    )
+    done = python(code, stack_text(), folder)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "['stored', 'stored', 'stored', 'stored']\n"
+
+
+def test_a_system_without_a_process_to_give_costs_no_restart(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    restarts = Restarts()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", "/nowhere/python")
+        for _ in range(8):
+            with pytest.raises(ConfigError, match="No such file"):
+                start(folder, restarts=restarts)
+    assert not restarts.next_seconds
+    start(folder, restarts=restarts)
+    assert restarts.count == 1
 
 
 def test_no_process_for_the_grandchild_is_the_one_error() -> None:
