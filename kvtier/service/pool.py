@@ -63,6 +63,7 @@ class Pool(TierStack):
         super().__init__(replace(parts, namespace=namespace, kv_caches=None, lends_rows=True))
         self.sessions: dict[int, Session] = {}
         self.fault = ""
+        self.on_unopened: Callable[[Exception], None] = lambda _: None
         self.on_defect: Callable[[BaseException], None] = lambda error: None
         self.quotas = Quotas(0)
         self._named = named
@@ -307,8 +308,10 @@ class Pool(TierStack):
     def _finish_join(self, session: Session, space: KeySpace) -> None:
         assert self._assembled is not None
         assert self._assembled.joining is not None
-        if self._assembled.joining.fault is not None:
-            self.fault = self.fault or opening_fault(self._assembled.joining.fault)
+        error = self._assembled.joining.fault
+        if error is not None and not self.fault:
+            self.fault = opening_fault(error)
+            self.on_unopened(error)
         if session.lost or self.fault:
             self._namespaces.leave(space)
             session.on_joined(None, self.fault, follows=False)

@@ -54,6 +54,8 @@ MESSAGES_AT_ONCE = 8
 """Messages of a connection that are read in one turn of the loop."""
 GREETING_SECONDS = 5.0
 ENGINES_MAX = 64
+REOPEN_SECONDS = 30.0
+"""How long after lower tiers did not open they are opened again."""
 GOODBYE_SECONDS = 10.0
 """How long a scheduler is connected after a worker of its engine has left."""
 
@@ -191,16 +193,16 @@ class StackServer:
                 report = self._pool.close_report or CloseReport(0, 0)
                 self._let_go(lambda number: wire.Left(number, True, report.dropped_blocks, report.unfinished_jobs))
             for engine in list(self._engines.values()):
-                self._forget(engine)
+                self._forget(engine, "the stack process ends")
         finally:
             if self.crash is not None:
                 self.crash.close()
             self._listener.release()
 
-    def _forget(self, engine: Engine) -> None:
+    def _forget(self, engine: Engine, reason: str) -> None:
         """Close what an engine's processes are connected by."""
         for peer in list(engine.peers):
-            self._disconnect(peer, "the stack process ends")
+            self._disconnect(peer, reason)
         self._workers.clear()  # they may copy for as long as they are there
         for pidfd in list(engine.pidfds):
             self._stop_watching(engine, pidfd)
@@ -279,6 +281,7 @@ class StackServer:
                 if self._pool is None:
                     parts = with_shared_rows(self._parts(namespace))
                     pool = Pool(parts, self._send, lambda found: self._parts(found).namespace, self._kept)
+                    pool.on_unopened = self._on_unopened
                     if self.crash is not None:
                         pool.on_defect = self.crash.exit
                     await _open(pool)
@@ -301,6 +304,18 @@ class StackServer:
         if engine is not None and not engine.session.lost and engine.has(hello):
             return f"{hello.role} {hello.participant} of this engine is connected already"
         return ""
+
+    def _on_unopened(self, error: Exception) -> None:
+        """The lower tiers did not open, so no engine has joined. Where the reason may go, they are opened again."""
+        if not isinstance(error, ConfigError):
+            self._loop.call_later(REOPEN_SECONDS, self._begin_anew, self.pool)
+
+    def _begin_anew(self, pool: Pool) -> None:
+        """Have the engines of a pool come again, for another one in its place."""
+        if pool is self._pool and self._closing is None:
+            for engine in list(self._engines.values()):
+                self._forget(engine, "the lower tiers are opened again")
+                self._end_if_gone(engine)
 
     def _welcome(self, sock: socket.socket, hello: Hello, pidfd: int) -> None:
         engine = self._engine_of(hello)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
 import logging
 import os
 import signal
@@ -43,6 +44,7 @@ from kvtier.client.private import HOUR_SECONDS, PrivateStack, Restarts
 from kvtier.client.worker import WorkerClient
 from kvtier.engines.process_stack import ProcessStack, open_engine_stack
 from kvtier.errors import ResourceError
+from kvtier.service import server as server_module
 from kvtier.service.channel import is_listening
 from kvtier.tier.contract import LookupResult
 from kvtier.tier.registry import discover
@@ -231,6 +233,26 @@ def test_an_idle_engine_lets_rows_go_for_the_others(tmp_path: Path, monkeypatch:
         assert engine.load(range(8)) == ["hit"] * 8
         step_until_served(idle)
         assert idle.load(range(8)) == ["hit"] * 8
+
+
+def test_a_disk_that_opens_later_is_opened_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as one whose lock a check of the root has for a moment."""
+    monkeypatch.setattr(server_module, "REOPEN_SECONDS", 0.5)
+    root = tmp_path / "root"
+    text = stack_text(root=root)
+    with served(tmp_path, text) as found:
+        engine = TestEngine(found.path)
+        assert engine.store(range(8)) == ["stored"] * 8
+    with engine, served(tmp_path, text):
+        with (root / "lock").open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            engine.step_until(lambda: engine.client.core.fault, "the disk does not open")
+            assert "in use" in engine.client.core.fault
+            assert engine.load(range(8)) == ["missing"] * 8
+        engine.step_until(lambda: engine.client.core.serves, "it is served again")
+        assert engine.load(range(8)) == ["hit"] * 8
+        with TestEngine(found.path) as other:
+            assert other.load(range(8)) == ["hit"] * 8
 
 
 def test_a_reset_without_a_process_holds_for_the_next_one(private: PrivateStack) -> None:
