@@ -212,8 +212,11 @@ class Transfers:
             return False
         return all(map(request.leased.__contains__, keys))
 
-    def _copy(self, job: TransferJob, request: ClientRequest | None) -> int:
-        """Copy blocks: out of the rows leased to a request, or into rows that are lent. Returns the copy's number."""
+    def _copy(self, job: TransferJob, request: ClientRequest | None, part: CopiedPart | None = None) -> None:
+        """Copy the blocks of a job, or a part of one: out of the rows leased to a request, or into rows that are lent.
+
+        It is known whose copy it is before it begins: a signal's handler may raise at each line.
+        """
         core = self._core
         if job.kind is JobKind.STORE:
             copy = core.begin_store(job)
@@ -222,8 +225,9 @@ class Transfers:
             self._rows_left -= job.num_blocks
             copy = core.begin_load(job, request)
         assert copy is not None  # each block has a row
+        if part is not None:
+            self._parts[copy.job_id] = part
         self._begin_copy(copy)
-        return copy.job_id
 
     def cancel(self, job_id: JobId) -> None:
         """End a job early. Its result still comes, after the copies in flight."""
@@ -331,7 +335,7 @@ class Transfers:
         """Copy some blocks of a job."""
         groups, order = transfer.groups_of(positions)
         job = TransferJob(transfer.job.job_id, transfer.job.kind, tuple(groups))
-        self._parts[self._copy(job, request)] = CopiedPart(transfer, order)
+        self._copy(job, request, CopiedPart(transfer, order))
 
     # -- loads ---------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from support_engine_client import take_results
 from support_service import NAMESPACE, block_keys
 from support_sessions import HandEngine, names, pool_world
@@ -12,7 +13,7 @@ from kvtier.service import wire
 from kvtier.service.wire import Places
 from kvtier.types.geometry import Geometry
 from kvtier.types.gpu_runs import GPURuns
-from kvtier.types.jobs import GPUGroup, JobKind, TransferJob
+from kvtier.types.jobs import STORED, GPUGroup, JobKind, TransferJob
 from kvtier.types.keys import GroupIndex, JobId, OffloadKey
 
 BLOCKS = 3000
@@ -83,3 +84,24 @@ def test_a_load_that_was_late_waits_for_rows_and_not_for_a_time_that_is_past() -
     for now in (1.0, 1.1, 2.0):
         transfers.advance(now)
     assert transfers.next_deadline == 1000.0
+
+
+def test_a_copy_that_a_signal_interrupts_belongs_to_its_job_all_the_same() -> None:
+    begun: list[TransferJob] = []
+
+    def interrupt(copy: TransferJob) -> None:
+        begun.append(copy)
+        raise KeyboardInterrupt
+
+    core = EngineCore(own_worker=True)
+    core.joins, core.manifest = True, b"m"
+    core.take_in([wire.Notes(0, ["note"]), wire.Joined(), wire.Lent(Places.of([8, 9], [1, 1]))])
+    transfers = Transfers(core, interrupt, Geometry(NAMESPACE.layout, 4096), 16)
+    blocks = GPUGroup(GroupIndex(0), block_keys(4), GPURuns.whole(range(4)))
+    with pytest.raises(KeyboardInterrupt):
+        transfers.submit(TransferJob(JobId(1), JobKind.STORE, (blocks,)), None, 0.0)
+    core.lose()
+    core.on_copied_alone(begun[0].job_id, [STORED] * 2)
+    transfers.advance(1.0)
+    (result,) = transfers.results
+    assert not any(outcome.ok for outcome in result.outcomes[0])
