@@ -116,6 +116,7 @@ class KeptMemory:
         while self._stored:
             os.close(self._stored.pop())
         if self.table is not None and not (is_taken and self.table.num_rows == num_rows):
+            self.table.void()  # the manager may have it still
             self.table.close()
             self.table, self.former = None, []
         if self.table is None:

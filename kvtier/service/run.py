@@ -6,7 +6,7 @@ import asyncio
 import logging
 import signal
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -60,7 +60,7 @@ async def _serve(config: StackConfig, path: str, private: PrivateLife | None, wa
     kept = KeptMemory(manager) if manager is not None and manager.is_there else None
     access = UserAccess(config.allow, config.group) if private is None else None
     server = StackServer(lambda namespace: stack_parts(config, namespace), path, patience, kept, access)
-    with watch(server.stats):
+    with watch(server.stats), closing(manager) if manager is not None else nullcontext():
         async with server:
             if private is not None:  # the process before at this path uses none of them any more
                 config = adopt_ranks(config, _log.warning)

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import resource
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 from support_service import SECONDS, TestEngine, kill_listener, peer_pid, stack_process, stack_text, until
 
 from faults.machine import warm
+from kvtier.service import service_manager
+from kvtier.service.kept_memory import NAMES
+from kvtier.service.service_manager import ServiceManager
 from kvtier.service.supervisor import KEPT_MAX, Notices
 
 SHORT_WATCHDOG = """
@@ -157,3 +163,68 @@ def test_notices_of_others_change_nothing_and_leave_no_descriptor() -> None:
     finally:
         notices.close()
     assert len(os.listdir("/proc/self/fd")) == before - 1
+
+
+@pytest.fixture
+def notices() -> Iterator[Notices]:
+    """A socket for notices, of this process."""
+    found = Notices()
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def manager(notices: Notices) -> Iterator[ServiceManager]:
+    """What sends them."""
+    found = ServiceManager({"NOTIFY_SOCKET": notices.address, "WATCHDOG_USEC": "20000000"})
+    yield found
+    found.close()
+
+
+def received(notices: Notices) -> list[dict[str, str]]:
+    """All that wait, of this process."""
+    found = []
+    with suppress(BlockingIOError):
+        while True:
+            found.append(notices.receive(os.getpid()))
+    return found
+
+
+async def test_the_watchdog_hears_of_a_process_that_has_no_descriptor_left(
+    notices: Notices, manager: ServiceManager
+) -> None:
+    manager.notify("READY=1")
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        watching = asyncio.ensure_future(manager.watch())
+        await asyncio.sleep(0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert not watching.done(), watching.exception()
+    watching.cancel()
+    assert received(notices) == [{"READY": "1"}, {"WATCHDOG": "1"}]
+
+
+def test_a_manager_that_reads_nothing_holds_up_what_it_keeps_for_a_moment_and_the_watchdog_not_at_all(
+    notices: Notices, manager: ServiceManager, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(service_manager, "NOTICE_SECONDS", 0.5)
+
+    def send_all() -> None:
+        for _ in range(num_waiting):
+            manager._send(["WATCHDOG=1"], 0.0)
+        assert caplog.records == []
+        manager.keep(dict.fromkeys(NAMES, 0))
+
+    num_waiting = int(Path("/proc/sys/net/unix/max_dgram_qlen").read_text()) + 2
+    sending = threading.Thread(target=send_all, daemon=True)
+    sending.start()
+    sending.join(SECONDS)
+    assert not sending.is_alive()
+    said = [record.getMessage().partition(":")[0] for record in caplog.records]
+    assert said == ["the service manager does not take FDSTOREREMOVE=1"] * len(NAMES)
+    assert {"".join(fields) for fields in received(notices)} == {"WATCHDOG"}
+    manager.keep(dict.fromkeys(NAMES, 0))
+    received(notices)
+    assert tuple(notices.kept) == NAMES
