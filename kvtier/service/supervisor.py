@@ -71,7 +71,7 @@ class Notices:
                 found += array.array("i", content[: len(content) // 4 * 4])
             elif kind == socket.SCM_CREDENTIALS:
                 sender, _, _ = _CREDENTIALS.unpack(content[: _CREDENTIALS.size])
-        lines = data.decode(errors="replace").splitlines() if sender == process else []
+        lines = data.decode(errors="replace").splitlines() if sender == process > 0 else []
         fields = {name: value for name, _, value in (line.partition("=") for line in lines)}
         name, stores, removes = (fields.pop(each, "") for each in ("FDNAME", "FDSTORE", "FDSTOREREMOVE"))
         fields.pop("FDPOLL", "")
@@ -138,7 +138,12 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         self._ended, self._ready = loop.create_future(), False
         self._alive_at = loop.time()
-        self._process = self._start()
+        self._process = 0
+        try:
+            self._process = self._start()
+        except OSError as error:
+            _log.error("no process can be had: %s", error)
+            return os.EX_OSERR
         if self._stops:  # since the process before has ended
             os.kill(self._process, signal.SIGTERM)
         while not self._ended.done():
@@ -165,8 +170,9 @@ class Supervisor:
         }
         libc, parent = ctypes.CDLL(None), os.getpid()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)  # the handlers here are not for the child
-        process = os.fork()
-        if not process:
+        try:
+            if process := os.fork():
+                return process
             try:
                 libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
                 for number in _HANDLED:
@@ -176,8 +182,8 @@ class Supervisor:
                     _become(self._command, environment, list(kept.values()))
             finally:
                 os._exit(1)
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        return process
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     # -- what happens --------------------------------------------------------------------------------------------
 

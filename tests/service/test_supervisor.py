@@ -30,6 +30,17 @@ from kvtier.tools.commands import serve
 logging.basicConfig()
 serve.supervise = lambda words: sys.exit(asyncio.run(Supervisor(words, 3.0).run()))
 """
+SECOND_FORK_FAILS = f"""
+import errno, os
+fork, forks = os.fork, []
+def fork_but_once():
+    forks.append(0)
+    if len(forks) == 2:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+    return fork()
+os.fork = fork_but_once
+{SHORT_WATCHDOG}
+"""
 BUSY_AT_A_SIGNAL = """
 import signal, time
 def hang(*_):
@@ -108,6 +119,15 @@ def test_a_process_that_hangs_is_ended_and_started_again(short_folder: str, tmp_
         until(lambda: not is_alive(served), "it is ended")
         found.wait_served_again()
         assert "did not run for 3 s" in found.end(signal.SIGTERM)
+
+
+def test_a_start_for_which_there_is_no_process_is_tried_again(short_folder: str, tmp_path: Path) -> None:
+    with supervised(short_folder, tmp_path, SECOND_FORK_FAILS) as found:
+        kill_listener(found.path)
+        found.wait_served_again()
+        errors = found.end(signal.SIGTERM)
+        assert found.process.returncode == 0, errors
+        assert errors.count("no process can be had") == 1
 
 
 def test_it_ends_with_its_supervisor(short_folder: str, tmp_path: Path) -> None:
