@@ -31,6 +31,8 @@ KEPT_MAX = 8
 """Descriptors that are kept at most."""
 WATCHDOG_SECONDS = 10.0
 """A stack process whose event loop does not run for so long is ended."""
+SILENCE_PART_SECONDS = 1.0
+"""That time is waited for in parts: one in which this process was frozen, such as with its container, counts once."""
 ABORT_SECONDS = 2.0
 """How long it has to write down where it is then."""
 PAUSES_SECONDS = (0.1, 0.1, 1.0, 5.0)
@@ -103,7 +105,7 @@ class Supervisor:
         self._notices = Notices()
         self._process = 0
         self._ended: asyncio.Future[int]
-        self._alive_at = 0.0
+        self._silent_seconds = 0.0
         self._ready = self._has_been_ready = self._stops = False
 
     async def run(self) -> int:
@@ -135,9 +137,8 @@ class Supervisor:
 
     async def _life(self) -> int:
         """Start the stack process, and wait until it ends: its exit status, or the number of a signal below 0."""
-        loop = asyncio.get_running_loop()
-        self._ended, self._ready = loop.create_future(), False
-        self._alive_at = loop.time()
+        self._ended, self._ready = asyncio.get_running_loop().create_future(), False
+        self._silent_seconds = 0.0
         self._process = 0
         try:
             self._process = self._start()
@@ -147,11 +148,11 @@ class Supervisor:
         if self._stops:  # since the process before has ended
             os.kill(self._process, signal.SIGTERM)
         while not self._ended.done():
-            left = self._alive_at + self._watchdog_seconds - loop.time()
-            if not self._ready:
-                left = max(left, self._watchdog_seconds)
+            left = self._watchdog_seconds - self._silent_seconds
             if left > 0:
-                await asyncio.wait((self._ended,), timeout=left)
+                part = min(left, SILENCE_PART_SECONDS)
+                self._silent_seconds += part if self._ready else 0.0
+                await asyncio.wait((self._ended,), timeout=part)
                 continue
             _log.error("the event loop of the stack process did not run for %g s", self._watchdog_seconds)
             for number in (signal.SIGABRT, signal.SIGKILL):
@@ -191,7 +192,7 @@ class Supervisor:
         with suppress(BlockingIOError):
             fields = self._notices.receive(self._process)
             if fields:
-                self._alive_at = asyncio.get_running_loop().time()
+                self._silent_seconds = 0.0
             if fields.get("READY") == "1":
                 self._ready = self._has_been_ready = True
 

@@ -21,7 +21,7 @@ from faults.machine import warm
 from kvtier.service import service_manager
 from kvtier.service.kept_memory import NAMES
 from kvtier.service.service_manager import ServiceManager
-from kvtier.service.supervisor import KEPT_MAX, Notices
+from kvtier.service.supervisor import KEPT_MAX, SILENCE_PART_SECONDS, WATCHDOG_SECONDS, Notices, Supervisor
 
 SHORT_WATCHDOG = """
 import asyncio, logging, sys
@@ -119,6 +119,27 @@ def test_a_process_that_hangs_is_ended_and_started_again(short_folder: str, tmp_
         until(lambda: not is_alive(served), "it is ended")
         found.wait_served_again()
         assert "did not run for 3 s" in found.end(signal.SIGTERM)
+
+
+async def test_a_freeze_of_parent_and_child_is_one_part_of_the_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fresh process is not ended for a time in which neither ran."""
+    sent, loop, freezes = list[int](), asyncio.get_running_loop(), 0
+    time = loop.time
+    monkeypatch.setattr(loop, "time", lambda: time() + 3600.0 * freezes)
+    monkeypatch.setattr(Supervisor, "_start", lambda supervisor: 0)
+    monkeypatch.setattr(Supervisor, "_send", lambda supervisor, number: sent.append(number))
+    supervisor = Supervisor([])
+    life = asyncio.ensure_future(supervisor._life())
+    await asyncio.sleep(0)
+    supervisor._ready = True
+    while not sent:
+        freezes += 1
+        await asyncio.sleep(0.01)
+    assert sent == [signal.SIGABRT]
+    assert freezes > WATCHDOG_SECONDS / SILENCE_PART_SECONDS
+    supervisor._ended.set_result(0)
+    assert await life == 0
+    supervisor._notices.close()
 
 
 def test_a_start_for_which_there_is_no_process_is_tried_again(short_folder: str, tmp_path: Path) -> None:
