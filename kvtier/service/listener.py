@@ -16,9 +16,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.config.access import UserAccess
 from kvtier.errors import ConfigError
-from kvtier.stack.watching.socket_file import SocketFile
+from kvtier.stack.watching.socket_file import LockTouches, SocketFile
 
 CONNECTIONS_MAX = 1024
 """Connections, those that greet and processes that may still copy. More are closed unread."""
@@ -101,6 +102,8 @@ class Listener:
         self._greeting: set[asyncio.Task[None]] = set()
         self._rates = GreetingRates()
         self._file: SocketFile | None = None
+        self._touches: LockTouches | None = None
+        self._pool = DaemonPool("kvtier-socket", 1)
         self._resting: asyncio.TimerHandle | None = None
 
     def open(self, patience_seconds: float) -> None:
@@ -112,6 +115,7 @@ class Listener:
         except ConfigError:
             self._file.release()
             raise
+        self._touches = LockTouches(self._file, self._pool)
         self._loop.add_reader(self._file.fd, self.accept)
 
     @property
@@ -181,6 +185,9 @@ class Listener:
 
     def release(self) -> None:
         """Let another process claim the path."""
+        if self._touches is not None:
+            self._touches.end()
+        self._pool.shutdown()
         if self._file is not None:
             self._file.release()
 

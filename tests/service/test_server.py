@@ -31,6 +31,7 @@ from kvtier.service import listener, wire
 from kvtier.service import server as module
 from kvtier.service.channel import Channel, is_listening, receive_greeting, send_greeting
 from kvtier.service.wire import FROM_ENGINE, GREETING, PROTOCOLS, TO_ENGINE, Hello, Refused, Welcome
+from kvtier.stack.watching import socket_file
 from kvtier.tier.contract import LookupResult
 from kvtier.types.geometry import KVLayout
 
@@ -393,6 +394,16 @@ def test_a_stack_that_cannot_be_opened_for_lack_of_descriptors_is_opened_later(
         resource.prlimit(process, resource.RLIMIT_NOFILE, (most, most))
         with TestEngine(path) as engine:
             assert engine.store(range(4)) == ["stored"] * 4
+
+
+def test_the_lock_beside_its_socket_is_touched_while_it_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket_file, "TOUCH_SECONDS", 0.01)
+    with served(tmp_path) as found:
+        lock = Path(f"{found.path}.lock")
+        os.utime(lock, (0, 0))
+        until(lambda: lock.stat().st_mtime > 0, "it looks used")
 
 
 # -- greetings -----------------------------------------------------------------------------------------------------

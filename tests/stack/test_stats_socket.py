@@ -257,6 +257,18 @@ def test_what_took_the_place_of_the_socket_stays_at_the_end(path: str) -> None:
     assert Path(path).read_text() == "precious"
 
 
+async def test_the_lock_is_touched_while_it_is_served(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs that clean up /tmp remove files that were not used for days, and no socket of a process that runs."""
+    monkeypatch.setattr(files, "TOUCH_SECONDS", 0.01)
+    lock = f"{path}.lock"
+    served = await opened(path, figures)
+    for _ in range(2):
+        os.utime(lock, (0, 0))
+        await until(lambda: min(os.stat(lock).st_atime, os.stat(lock).st_mtime) > 0)
+    await served.close()
+    assert os.listdir(os.path.dirname(path)) == []
+
+
 def test_a_lock_that_its_last_owner_removes_meanwhile_is_not_taken_for_one(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,24 +1,30 @@
 """A listening Unix socket at a path of its own, for this user alone, also after a process that was killed.
 
 Beside it lies `PATH.lock`, locked as long as the process lives, with the identity of the socket file in it. So a socket
-that a killed process left is known, and nothing else at the path is ever removed.
+that a killed process left is known, and nothing else at the path is ever removed. `LockTouches` has the lock file
+outlive programs that clean up /tmp: those spare the socket of a process that runs, and files that were used of late.
 """
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
 import socket
 import stat
 import time
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 
+from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.aio.process_lock import keep_from_children, lock_file, share_with_children
 from kvtier.errors import ResourceError
 
 WAITING_MAX = 64
 """Connections that wait to be accepted, at most."""
+TOUCH_SECONDS = 3600.0
+"""How often the lock file is touched. Files in /tmp are removed after days."""
 _IDENTITY_BYTES_MAX = 128
 _TRIES = 8
 _NO_SOCKET = b"other"
@@ -58,6 +64,11 @@ class SocketFile:
         with _borrowed(self.fd, self.kind) as listening:
             return listening.accept()[0]
 
+    def touch(self) -> None:
+        """Have the lock file look used. Where that fails nothing changes."""
+        with suppress(OSError):
+            os.utime(_lock_path(self.path), follow_symlinks=False)
+
     def withdraw(self) -> None:
         """Remove the socket, unless there is something else at its path: no process connects any more. Idempotent."""
         with suppress(OSError):
@@ -73,6 +84,32 @@ class SocketFile:
         with suppress(OSError):
             os.unlink(_lock_path(self.path))
         _unlock(self.lock)
+
+
+class LockTouches:
+    """Touches the lock file of a socket again and again, from this event loop on, in a thread of `pool`, until `end`.
+
+    A file system that does not answer holds up nothing, and gets no second call.
+    """
+
+    def __init__(self, file: SocketFile, pool: DaemonPool) -> None:
+        self._file, self._pool = file, pool
+        self._loop = asyncio.get_running_loop()
+        self._last: Future[None] | None = None
+        self._begin_wait()
+
+    def _begin_wait(self) -> None:
+        self._timer = self._loop.call_later(TOUCH_SECONDS, self._touch)
+
+    def _touch(self) -> None:
+        if self._last is None or self._last.done():
+            with suppress(OSError):  # the system has no thread to give
+                self._last = self._pool.submit(self._file.touch)
+        self._begin_wait()
+
+    def end(self) -> None:
+        """Touch it no more. Idempotent."""
+        self._timer.cancel()
 
 
 def _lock_path(path: str) -> str:

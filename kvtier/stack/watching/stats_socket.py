@@ -22,7 +22,7 @@ from pydantic import TypeAdapter
 from kvtier.aio.daemon_pool import DaemonPool
 from kvtier.aio.shielded_wait import wait_done
 from kvtier.errors import KVTierError, ResourceError
-from kvtier.stack.watching.socket_file import SocketFile
+from kvtier.stack.watching.socket_file import LockTouches, SocketFile
 from kvtier.stack.watching.stats import StackStats
 
 _log = logging.getLogger(__name__)
@@ -55,6 +55,7 @@ class StatsSocket:
         self._time_of_day = time_of_day
         self._file: SocketFile | None = None
         self._pool = DaemonPool("kvtier-stats-socket", 1)
+        self._touches: LockTouches | None = None
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._document = b""
         self._collected_at = float("-inf")
@@ -73,6 +74,7 @@ class StatsSocket:
         except (KVTierError, OSError) as error:
             _log.warning("no stats socket: %s", error)
         else:
+            self._touches = LockTouches(self._file, self._pool)
             self._begin_serving()
             self._set_timer("day", _DAY_SECONDS - self._opened_at % _DAY_SECONDS, self._begin_day)
         if cancelled is not None:
@@ -83,6 +85,8 @@ class StatsSocket:
         cancelled = None
         for timer in self._timers.values():
             timer.cancel()
+        if self._touches is not None:
+            self._touches.end()
         released, self._file = self._file, None
         if released is not None:
             asyncio.get_running_loop().remove_reader(released.fd)
