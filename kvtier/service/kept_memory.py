@@ -11,11 +11,11 @@ says so (`Ready`). Those of another PID namespace can only say so.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -32,6 +32,8 @@ from kvtier.types.keys import GroupIndex, OffloadKey, key_group
 
 TABLE = "kvtier-table"
 NAMES = ("kvtier-rows", "kvtier-control", TABLE)
+AGAIN_SECONDS = 5.0
+"""How long after a worker could not be watched, such as for lack of a descriptor, that is tried again."""
 VERIFIED_AT_ONCE = 256
 """Rows that are read in one go before they are found again."""
 
@@ -252,7 +254,10 @@ def worker_of(token: str, participant: int, pid: int) -> Worker:
 
 
 def started(pid: int) -> int:
-    """The time at which a process began, in clock ticks since the start of the host; 0 if there is no such process."""
+    """The time at which a process began, in clock ticks since the start of the host; 0 if that is not known.
+
+    No descriptor may be left, or /proc may show no process of another user.
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -265,21 +270,27 @@ class FormerWorkers:
 
     def __init__(self, workers: list[Worker], on_gone: Callable[[Worker], None]) -> None:
         self._on_gone = on_gone
-        self._pidfds: dict[Worker, int] = {}
+        self._pidfds = dict.fromkeys(workers, -1)
         self._loop = asyncio.get_running_loop()
         for worker in workers:
-            self._watch(worker)
+            if worker.pid:
+                self._watch(worker)
 
     def _watch(self, worker: Worker) -> None:
-        pidfd = -1
-        if worker.pid:
-            with suppress(OSError):
-                pidfd = os.pidfd_open(worker.pid)
-            if started(worker.pid) != worker.started:  # read with the descriptor open: it is of this very process
-                self._loop.call_soon(self.end, worker)
-            elif pidfd >= 0:
-                self._loop.add_reader(pidfd, self.end, worker)
-        self._pidfds[worker] = pidfd
+        if worker not in self._pidfds:
+            return
+        is_gone = False
+        try:
+            self._pidfds[worker] = os.pidfd_open(worker.pid)
+        except OSError as error:
+            is_gone = error.errno == errno.ESRCH
+        times = started(worker.pid), worker.started  # read with the descriptor open: it is of this very process
+        if is_gone or (min(times) > 0 and times[0] != times[1]):
+            self._loop.call_soon(self.end, worker)
+        elif self._pidfds[worker] >= 0:
+            self._loop.add_reader(self._pidfds[worker], self.end, worker)
+        else:
+            self._loop.call_later(AGAIN_SECONDS, self._watch, worker)
 
     def end(self, worker: Worker) -> None:
         """A worker has exited, or is ready. Others than those of before are ignored."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import resource
 import signal
 import statistics
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,6 +18,7 @@ from secrets import token_hex
 
 import numpy as np
 import pytest
+import support_stack
 import torch
 from support_manager import Manager
 from support_served import memory_for_rows, row_files, served
@@ -23,13 +26,14 @@ from support_service import BLOCKS, NAMESPACE, PAGE, SECONDS, TestEngine, block_
 from support_sessions import HandEngine, names, pool_world
 from support_victims import freeze, freeze_while, several_victims, victims
 
+from faults.machine import warm
 from kvtier.client.connection import Identity, Participant, connect
 from kvtier.client.inquiry import inquire
 from kvtier.config import open_stack
 from kvtier.control.tiers.slot_table import ABSENT, FILLING, FREE, LENT, QUARANTINED, READY, SlotTable
 from kvtier.errors import ConfigError
-from kvtier.service import wire
-from kvtier.service.kept_memory import NAMES, KeptMemory
+from kvtier.service import kept_memory, wire
+from kvtier.service.kept_memory import NAMES, FormerWorkers, KeptMemory
 from kvtier.service.namespaces import with_first
 from kvtier.service.row_table import VERSION, RowTable, Worker
 from kvtier.service.service_manager import ServiceManager
@@ -411,6 +415,34 @@ async def test_the_first_engine_that_is_served_names_its_namespace_beside_that_o
         assert served.session.space is not None
         assert said[1:] == [served.session.space.prefix]
         assert said[0] not in (served.session.space.prefix, b"")
+
+
+async def test_a_worker_of_before_that_has_exited_is_gone_whatever_proc_shows(monkeypatch):
+    """Mounted with `hidepid` it shows no process of another user."""
+    monkeypatch.setattr(kept_memory, "started", lambda pid: 0)
+    with warm.Popen([sys.executable, "-c", ""]) as process:
+        process.wait()
+    gone, worker = list[Worker](), kept_memory.worker_of("token", 0, process.pid)
+    former = FormerWorkers([worker], gone.append)
+    await asyncio.sleep(0)
+    assert gone == [worker]
+    former.close()
+
+
+async def test_a_worker_of_before_is_watched_once_there_is_a_descriptor_for_it(monkeypatch):
+    monkeypatch.setattr(kept_memory, "AGAIN_SECONDS", 0.01)
+    gone, worker = list[Worker](), kept_memory.worker_of("token", 0, os.getpid())
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        former = FormerWorkers([worker], gone.append)
+        await asyncio.sleep(0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert gone == []
+    await support_stack.until(lambda: former._pidfds[worker] >= 0)
+    former.end(worker)
+    assert gone == [worker]
 
 
 # -- killed beside engines ---------------------------------------------------------------------------------------
