@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import signal
 from collections.abc import Callable
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -51,7 +52,15 @@ def serve(stack: str, path: str, private: PrivateLife | None = None, watch: Watc
 
     Raises ConfigError, ResourceError.
     """
+    _raise_descriptor_limit()
     asyncio.run(_serve(parse_stack(stack), path, private, watch))
+
+
+def _raise_descriptor_limit() -> None:
+    """Allow as many descriptors as may be had: the first limit is often 1,024, for programs with select(2)."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 async def _serve(config: StackConfig, path: str, private: PrivateLife | None, watch: Watch) -> None:

@@ -365,6 +365,13 @@ def test_without_descriptors_it_rests_and_accepts_again(tmp_path: Path) -> None:
     assert "rests for 1 s: [Errno 24] Too many open files" in log
 
 
+def test_it_has_as_many_descriptors_as_it_may(tmp_path: Path) -> None:
+    (tmp_path / "stack.yaml").write_text(stack_text())
+    first = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, 512))"
+    with stack_process(tmp_path / "stack.yaml", str(tmp_path / "socket"), first) as process:
+        assert resource.prlimit(process.pid, resource.RLIMIT_NOFILE) == (512, 512)
+
+
 @pytest.mark.parametrize("options", [[], ["--keep-rows"]], ids=["alone", "under a parent"])
 def test_a_stack_that_cannot_be_opened_for_lack_of_descriptors_is_opened_later(
     options: list[str], tmp_path: Path
