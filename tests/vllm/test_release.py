@@ -11,6 +11,7 @@ import inspect
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, wait
 
 import pytest
 import torch
@@ -244,6 +245,27 @@ def test_waiting_for_a_copy_that_does_not_end_ends_with_an_error(stacks, root, s
             engine.step()
         with pytest.raises(ResourceError, match="1 copies between GPU blocks and rows have not ended"):
             gpu.wait(set(engine.running))
+
+
+def test_a_freeze_of_the_worker_is_one_part_of_the_time_for_a_copy(monkeypatch):
+    """Which goes on after it, as the wait does."""
+    waited, copy = [], Future()
+
+    def oversleep(copies, seconds):
+        waited.append(seconds)
+        if len(waited) == 3:
+            copy.set_result(None)
+        return wait(copies, 0)
+
+    monkeypatch.setattr(worker, "wait_for", oversleep)
+    frozen = object.__new__(worker.KVTierWorker)
+    frozen._running = {1: copy}
+    frozen.wait({1, 2})
+    assert waited == [worker.WAIT_PART_SECONDS] * 3
+    frozen._running = {2: Future()}
+    with pytest.raises(ResourceError, match="have not ended within 120 s"):
+        frozen.wait({2})
+    assert sum(waited[3:]) == worker.COPY_SECONDS
 
 
 def test_keys_of_the_stack_process_are_checked(root):

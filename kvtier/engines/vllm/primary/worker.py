@@ -37,6 +37,8 @@ OPEN_SECONDS = 600.0
 CLOSE_SECONDS = 5.0
 COPY_SECONDS = 120.0
 """More than the copies that can be queued take, less than the 300 s after which vLLM gives a step up."""
+WAIT_PART_SECONDS = 1.0
+"""That time is waited for in parts: one in which this process was frozen counts once."""
 LOAD_SECONDS = 30.0
 """How long it may take to tell the stack process that weights are loaded; else loading them fails."""
 
@@ -149,8 +151,12 @@ class KVTierWorker(OffloadingWorker):  # type: ignore[misc]
         store, or overwrite, another block's KV, and no checksum would tell. So this does not return early; and an
         engine that waited on would hang. vLLM ends the engine on an exception.
         """
-        copies = [self._running[job_id] for job_id in job_ids if job_id in self._running]
-        in_flight = wait_for(copies, COPY_SECONDS).not_done
+        in_flight = {self._running[job_id] for job_id in job_ids if job_id in self._running}
+        left = COPY_SECONDS
+        while in_flight and left > 0:
+            part = min(left, WAIT_PART_SECONDS)
+            in_flight = wait_for(in_flight, part).not_done
+            left -= part
         if in_flight:
             raise ResourceError(
                 f"{len(in_flight)} copies between GPU blocks and rows have not ended within {COPY_SECONDS:g} s, "
