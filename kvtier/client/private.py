@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -30,6 +31,8 @@ KEY = "runtime_dir"
 """The key of a stack file that names a place."""
 RESTARTS_MAX = 3
 HOUR_SECONDS = 3600.0
+SCARCE = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+"""The system has no process, memory or descriptor to give just now."""
 NOT_STARTED = "the stack process cannot be started"
 
 
@@ -112,8 +115,8 @@ class PrivateStack:
                 given = {"path": self.path, "linger_seconds": self._linger_seconds, "level": _log_level()}
                 try:
                     _start({"stack": self._stack, **given})
-                except OSError:
-                    if again:
+                except OSError as error:
+                    if again and error.errno in SCARCE:
                         self.restarts.take_back()
                     raise
         except OSError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import signal
@@ -276,11 +277,14 @@ def test_descriptors_above_those_of_select(folder: str) -> None:
 
 
 def test_a_system_without_a_process_to_give_costs_no_restart(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
     restarts = Restarts()
     with monkeypatch.context() as patch:
-        patch.setattr(sys, "executable", "/nowhere/python")
+        patch.setattr(private.subprocess, "Popen", refuse)
         for _ in range(8):
-            with pytest.raises(ConfigError, match="No such file"):
+            with pytest.raises(ConfigError, match="Resource temporarily unavailable"):
                 start(folder, restarts=restarts)
     assert not restarts.next_seconds
     start(folder, restarts=restarts)
