@@ -163,6 +163,17 @@ def test_code_written_after_the_process_began_is_named(written):
     assert code.written_since(time.time_ns() + 3600 * 10**9) == []
 
 
+def test_code_that_was_replaced_with_its_times_kept_is_named(written):
+    code = ModelCode.of([around(written("oot_rope", 1).Rope())], processors=False)
+    (path,) = {Path(path) for path in code.written_since(0) if path.endswith("rope.py")}
+    time.sleep(0.05)
+    moment, about = time.time_ns(), path.stat()
+    time.sleep(0.05)
+    path.write_text(path.read_text() + "# another")
+    os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
+    assert code.written_since(moment) == [str(path)]
+
+
 # -- settings ----------------------------------------------------------------------------------------------------
 
 

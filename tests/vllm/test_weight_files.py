@@ -1,5 +1,6 @@
 """Which files identify a model's weights, and what the workers' notes make of the namespace. No engine runs here."""
 
+import asyncio
 import dataclasses
 import hashlib
 import json
@@ -102,7 +103,7 @@ def test_a_file_of_weights_may_be_named_itself(tmp_path):
     assert [source.paths for source in files.main] == [[path]]
 
 
-def test_a_model_of_the_hub_is_found_in_its_cache(tmp_path):
+def test_a_model_of_the_hub_is_found_in_its_cache(tmp_path, monkeypatch):
     commit = "0123456789abcdef0123456789abcdef01234567"
     cached = tmp_path / "hub" / "models--someone--small"
     model(cached / "snapshots" / commit)
@@ -112,6 +113,9 @@ def test_a_model_of_the_hub_is_found_in_its_cache(tmp_path):
     assert files is not None
     assert [source.place for source in files.main] == [str(cached / "snapshots" / commit)]
     assert weight_files(config("someone/other", download_dir=tmp_path / "hub")) is None
+    monkeypatch.setenv("VLLM_USE_MODELSCOPE", "1")  # it loads from the cache of another hub then
+    assert weight_files(config("someone/small", download_dir=tmp_path / "hub")) is None
+    monkeypatch.delenv("VLLM_USE_MODELSCOPE")
     assert weight_files(config("someone/small", download_dir=tmp_path / "hub", revision="v2")) is None
 
 
@@ -139,6 +143,43 @@ async def test_files_replaced_between_loading_and_reading_are_no_identity(tmp_pa
     model(folder, seed=1)
     with pytest.raises(FilesChanged, match="restart it"):
         await refine(NAMESPACE, [note(files, started=started)])
+
+
+@pytest.mark.parametrize("how", ["link", "link of a file", "renamed"])
+async def test_weights_in_whose_place_others_were_put_while_the_engine_started_are_no_identity(tmp_path, how):
+    """The files of the new ones are older than the process."""
+    older, newer, place = model(tmp_path / "older"), model(tmp_path / "newer", seed=1), tmp_path / "place"
+    await asyncio.sleep(0.05)
+    if how == "link":
+        place.symlink_to(older)
+    elif how == "link of a file":
+        model(place, name="other.safetensors")
+        (place / "model.safetensors").symlink_to(older / "model.safetensors")
+    else:
+        older.rename(place)
+    await asyncio.sleep(0.05)
+    started = time.time_ns()
+    files = weight_files(config(str(place)))
+    assert (await refine(NAMESPACE, [note(files, started=started)])).weights
+    await asyncio.sleep(0.05)
+    if how == "link":
+        place.unlink()
+        place.symlink_to(newer)
+    elif how == "link of a file":
+        (place / "model.safetensors").unlink()
+        (place / "model.safetensors").symlink_to(newer / "model.safetensors")
+    else:
+        place.rename(tmp_path / "away")
+        newer.rename(place)
+    with pytest.raises(FilesChanged, match="was put there after this process had started"):
+        await refine(NAMESPACE, [note(weight_files(config(str(place))), started=started)])
+
+
+async def test_a_folder_of_snapshots_that_is_no_cache_of_the_hub_is_checked(tmp_path):
+    folder = model(tmp_path / "snapshots" / "run7")
+    started = time.time_ns() - LATER
+    with pytest.raises(FilesChanged, match="was changed after"):
+        await refine(NAMESPACE, [note(weight_files(config(str(folder))), started=started)])
 
 
 @pytest.mark.parametrize("change", ["another", "longer", "fewer"])

@@ -25,6 +25,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from huggingface_hub import try_to_load_from_cache
+from vllm import envs
 from vllm.config import LoRAConfig
 from vllm.platforms import current_platform
 
@@ -255,6 +256,8 @@ def adapter_folder(path: str) -> Path | None:
     folder = Path(path).expanduser()
     if folder.is_absolute() or folder.exists():
         return folder.absolute()
+    if envs.VLLM_USE_MODELSCOPE:
+        return None
     try:
         config = try_to_load_from_cache(path, CONFIG)
     except ValueError:  # no id of a repository

@@ -75,7 +75,7 @@ class ModelCode:
     def written_since(self, moment: int) -> list[str]:
         """Files that were written after a moment, in nanoseconds of the clock of files: what was imported may be
         another text."""
-        return [str(path) for _, path in self.sources if path.stat().st_mtime_ns > moment]
+        return [str(path) for _, path in self.sources if path.stat().st_ctime_ns > moment]
 
 
 def _modules_of(models: Sequence[nn.Module]) -> Iterator[str]:

@@ -8,6 +8,7 @@ beside those by themselves.
 import hashlib
 import json
 import os
+import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -17,6 +18,7 @@ from typing import Any
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from torch import nn
+from vllm import envs
 from vllm.config import VllmConfig
 
 from kvtier.engines.digests import WEIGHTS, ContentDigests, FilesChanged, FilesContent
@@ -25,6 +27,8 @@ FROM_FILES = ("auto", "hf", "safetensors", "pt", "gguf", "npcache", "mistral", "
 """The `load_format`s that read files of a folder, and nothing else."""
 READ_BY_MODELS = ("audio_tokenizer", "adapters/*")
 """Folders of a model in which classes of vLLM find weights by themselves: MiMo-Audio, Jina embeddings."""
+AFTER_START = "after this process had started, so what was loaded is not known; restart it"
+HUB_SNAPSHOT = re.compile(r"/models--[^/]+/snapshots/[0-9a-f]{40}(/|$)")
 TICK_NANOSECONDS = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
 
 
@@ -56,7 +60,18 @@ class FileSource:
     @property
     def in_hub(self) -> bool:
         """True for a snapshot of the hub's cache, whose files are named by their contents."""
-        return "snapshots" in Path(self.place).parts
+        return HUB_SNAPSHOT.search(self.place) is not None
+
+    def moved_since(self, moment: int) -> Iterator[str]:
+        """Links on the way to the files that were made after a moment, in nanoseconds of the clock of files, and the
+        folder if it was renamed: what was loaded may be somewhere else now."""
+        place = Path(self.place)
+        files = () if self.in_hub else self.paths
+        links = [path for path in (place, *place.parents, *files) if path.is_symlink()]
+        yield from (str(path) for path in links if path.lstat().st_ctime_ns > moment)
+        about = place.stat()
+        if place.is_dir() and about.st_mtime_ns <= moment < about.st_ctime_ns:
+            yield self.place
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,15 +113,14 @@ class WeightFiles:
         """
         if WeightFiles.seen(self.main, self.more).listed != self.listed:
             raise FilesChanged("files of weights came, went or grew while the engine started; restart it")
+        if moved := [path for source in self.sources for path in source.moved_since(since)]:
+            raise FilesChanged(f"{', '.join(moved)} was put there {AFTER_START}")
         main = digests.content([(path.name, path) for _, path in _named(self.main)], by_samples=True)
         more = digests.content(_named(self.more), by_samples=True) if _named(self.more) else None
         in_hub = {str(path.resolve()) for source in self.sources if source.in_hub for path in source.paths}
         read = [file for each in (main, more) if each for file in each.files if file.state.path not in in_hub]
         if changed := digests.changed_since(read, since):
-            raise FilesChanged(
-                f"{', '.join(changed)} was changed after this process had started, so what was loaded is not known; "
-                "restart it"
-            )
+            raise FilesChanged(f"{', '.join(changed)} was changed {AFTER_START}")
         return main, more
 
 
@@ -151,9 +165,11 @@ def _inside(folder: str) -> tuple[str, ...]:
 
 def find_place(model: str, revision: str | None, download_dir: str | None) -> str:
     """The folder or the file of a model; of one that is fetched by name its folder in the hub's cache. Empty if it is
-    not on this host."""
+    not on this host, or in the cache of another hub."""
     if Path(model).exists():
-        return str(Path(model).resolve())
+        return str(Path(model).absolute())
+    if envs.VLLM_USE_MODELSCOPE:
+        return ""
     try:
         return str(snapshot_download(model, revision=revision, cache_dir=download_dir, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError):
