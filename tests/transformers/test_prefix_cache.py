@@ -152,6 +152,25 @@ async def test_whatever_changes_what_the_bytes_mean_is_a_clean_miss(change: str,
     assert count == (48 if change == "nothing" else 0)
 
 
+@pytest.mark.parametrize(("scale", "active", "found"), [(4.0, "a", 48), (16.0, "a", 0), (4.0, "b", 0)])
+async def test_an_adapter_of_another_scale_is_another_model(scale, active, found, tmp_path: Path) -> None:
+    """PEFT keeps both beside the tensors, which are equal."""
+
+    def adapted(scale: float, active: str) -> Any:
+        model = llama()
+        for layer in model.model.layers:
+            layer.self_attn.k_proj.scaling = {"a": scale}
+            layer.self_attn.k_proj._active_adapter = [active]
+        return model
+
+    tokens = prompt(64)
+    async with AsyncPrefixCache(stack(tmp_path / "root"), adapted(4.0, "a")) as prefixes:
+        assert await prefixes.save(tokens, content(tokens, prefixes.kv)) == 64
+    async with AsyncPrefixCache(stack(tmp_path / "root"), adapted(scale, active)) as prefixes:
+        _, count = await prefixes.restore(tokens)
+    assert count == found
+
+
 async def test_a_corrupt_block_ends_the_prefix_before_it(tmp_path: Path) -> None:
     root, tokens = tmp_path / "root", prompt(200)
     async with AsyncPrefixCache(stack(root), llama()) as prefixes:

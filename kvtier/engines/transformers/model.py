@@ -150,8 +150,28 @@ def namespace(model: PreTrainedModel, kv: ModelKV, layout: KVLayout, weights: st
             "config": hashlib.sha256(model.config.to_json_string().encode()).hexdigest(),
             "computed": computed_state(computing_modules(model)),
             "kv_heads": hashlib.sha256(heads.encode()).hexdigest(),
+            **_adapters(model),
         },
     )
+
+
+def _adapters(model: PreTrainedModel) -> dict[str, str]:
+    """The settings that layers with adapters keep beside their tensors, such as PEFT's scales, as a field of the
+    namespace; none for a model without."""
+    kept = [
+        (name, sorted((key, repr(value)) for key, value in vars(module).items() if _is_setting(value)))
+        for name, module in model.named_modules()
+        if isinstance(getattr(module, "scaling", None), dict)
+    ]
+    return {"adapters": hashlib.sha256(repr(kept).encode()).hexdigest()} if kept else {}
+
+
+def _is_setting(value: object) -> bool:
+    """True for plain values, and for tables and lists of them by the names of adapters."""
+    parts = (
+        [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+    )
+    return all(isinstance(part, (bool, int, float, str, type(None))) for part in parts)
 
 
 def _heads(tensor: torch.Tensor) -> tuple[int, int]:
