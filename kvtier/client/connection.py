@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import select
 import socket
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from kvtier.aio.readable import wait_readable
 from kvtier.client.inquiry import inquire_text
 from kvtier.client.private import PrivateStack
 from kvtier.errors import ConfigError, ResourceError
@@ -134,9 +134,7 @@ def _connect(identity: Identity, process: Participant, resumes: bool) -> Connect
 def _wait_for_answer(sock: socket.socket, path: str) -> None:
     """Wait as long as a stack process takes to open its rows, while its loop goes on. Raises OSError."""
     until = time.monotonic() + OPEN_SECONDS
-    poll = select.poll()  # `select` takes no descriptor above 1,023
-    poll.register(sock, select.POLLIN)
-    while not poll.poll(CONNECT_SECONDS * 1e3):
+    while not wait_readable(sock.fileno(), CONNECT_SECONDS):
         try:
             inquire_text(path, "ping", CONNECT_SECONDS)
         except ResourceError as error:

@@ -7,7 +7,6 @@ import hashlib
 import json
 import logging
 import os
-import select
 import signal
 import stat
 import subprocess
@@ -19,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvtier.aio.process_lock import locked_file
+from kvtier.aio.readable import wait_readable
 from kvtier.errors import ConfigError, ResourceError
 from kvtier.service.channel import is_listening, start_lock
 
@@ -182,10 +182,8 @@ def _start(given: dict[str, object]) -> None:
 def _read_fault(pipe: int, deadline: float, status: int) -> str:
     """Why a process that starts does not listen; empty once it does. It is killed if it does not say so in time."""
     said, process = b"", 0
-    poll = select.poll()  # `select` takes no descriptor above 1,023
-    poll.register(pipe, select.POLLIN)
     while True:
-        if not poll.poll(max(0.0, deadline - time.monotonic()) * 1e3):
+        if not wait_readable(pipe, deadline - time.monotonic()):
             if process:
                 os.kill(process, signal.SIGKILL)
             return f"it does not listen within {START_SECONDS:g} s"

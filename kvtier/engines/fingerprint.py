@@ -32,7 +32,7 @@ def computed_state(modules: Iterable[tuple[str, nn.Module]]) -> str:
     """
     digest = hashlib.sha256()
     for name, module in sorted(modules, key=lambda named: named[0]):
-        values = {key: value for key, value in vars(module).items() if _is_plain(value)}
+        values = {key: value for key, value in vars(module).items() if is_plain(value)}
         digest.update(
             f"{name} {type(module).__module__}.{type(module).__qualname__} {sorted(values.items())!r}".encode()
         )
@@ -55,9 +55,10 @@ def computing_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return ((name, module) for name, module in model.named_modules() if computed_buffers(module))
 
 
-def _is_plain(value: object) -> bool:
+def is_plain(value: object) -> bool:
+    """True for a number, a text, a type, None, and lists of such, whose text is the same in each process."""
     if isinstance(value, (list, tuple)):
-        return all(map(_is_plain, value))
+        return all(map(is_plain, value))
     return isinstance(value, PLAIN)
 
 

@@ -9,7 +9,6 @@ import asyncio
 import ctypes
 import importlib.util
 import os
-import select
 import struct
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from typing import Any, ClassVar
 
 from kvtier.aio.eventfd import EventFD
 from kvtier.aio.loop_budget import TimeBudget
+from kvtier.aio.readable import wait_readable
 from kvtier.errors import ResourceError
 from kvtier_fs.io.contract import IOKind, IORequest, places_of
 from kvtier_fs.io.loop_engine import Ended, LoopEngine
@@ -203,7 +203,7 @@ def _try_out(ring: _Ring, event: EventFD, fd: int) -> str:
         request = IORequest(kind, fd, 0, [buffer], lambda request, result: None)
         if not ring.prepare(request, 1) or not ring.submit():
             return "io_uring takes no request"
-        _wait_readable(event.fd)
+        wait_readable(event.fd, _PROBE_SECONDS)
         event.clear()
         ended = ring.ended(1)
         ring.advance(len(ended))
@@ -246,13 +246,6 @@ def _has_avx512() -> bool:
             return any(line.startswith("flags") and " avx512f " in f"{line.rstrip()} " for line in file)
     except OSError:
         return False
-
-
-def _wait_readable(fd: int) -> None:
-    """Wait for an eventfd. Not with `select`, which knows no descriptors from 1024 on."""
-    poll = select.poll()
-    poll.register(fd, select.POLLIN)
-    poll.poll(_PROBE_SECONDS * 1000)
 
 
 class UringEngine(LoopEngine):

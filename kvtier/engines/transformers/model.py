@@ -26,7 +26,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from kvtier.engines.fingerprint import computed_state, computing_modules, tensor_pieces
+from kvtier.engines.fingerprint import computed_state, computing_modules, is_plain, tensor_pieces
 from kvtier.engines.transformers.compat import cache_argument
 from kvtier.errors import ConfigError, UsageError
 from kvtier.types.geometry import GroupLayout, KVLayout, TensorRef
@@ -167,11 +167,8 @@ def _adapters(model: PreTrainedModel) -> dict[str, str]:
 
 
 def _is_setting(value: object) -> bool:
-    """True for plain values, and for tables and lists of them by the names of adapters."""
-    parts = (
-        [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
-    )
-    return all(isinstance(part, (bool, int, float, str, type(None))) for part in parts)
+    """True for plain values, and for tables of them by the names of adapters."""
+    return is_plain(list(value.items()) if isinstance(value, dict) else value)
 
 
 def _heads(tensor: torch.Tensor) -> tuple[int, int]:
